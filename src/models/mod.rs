@@ -1,0 +1,3 @@
+//! Models that run on the ops of this crate or on candle's plain ops.
+
+pub mod gemma4;
