@@ -1,0 +1,116 @@
+//! What a Gemma 4 text decoder is made of, resolved: every layer states its own numbers.
+
+use super::dialect;
+use candle::Result;
+
+/// What a layer may look at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerKind {
+    /// The last `window` tokens, the current one included.
+    Sliding { window: usize },
+    /// Every token so far.
+    Full,
+}
+
+/// Rotary embedding of one layer kind: which pairs turn, and how fast.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RopeConfig {
+    pub theta: f64,
+    /// The first so many of the `head_dim / 2` pairs turn, the others keep their values.
+    pub rotated_pairs: usize,
+    /// Divides every frequency.
+    pub factor: f64,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerConfig {
+    pub kind: LayerKind,
+    pub head_dim: usize,
+    pub num_key_value_heads: usize,
+    /// The layer has no `v_proj`: the values are the raw output of `k_proj`.
+    pub value_is_key: bool,
+    pub rope: RopeConfig,
+}
+
+/// A Gemma 4 text decoder that [`Model`](super::Model) implements exactly.
+///
+/// A configuration that asks for anything else (per-layer inputs, shared KV layers, experts, biases) is refused by name.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_attention_heads: usize,
+    pub rms_norm_eps: f64,
+    /// Logits become `cap * tanh(logits / cap)`.
+    pub final_logit_softcapping: Option<f64>,
+    /// Longest context that the model was made for, in tokens.
+    pub max_position_embeddings: usize,
+    /// The head is the embedding; else the checkpoint has its own `lm_head`.
+    pub tie_word_embeddings: bool,
+    pub layers: Vec<LayerConfig>,
+    pub bos_token_id: u32,
+    /// Every id that the file declares as an end of sequence; see [`StopTokens`](super::StopTokens).
+    pub eos_token_ids: Vec<u32>,
+}
+
+impl Config {
+    /// Reads a `config.json`.
+    pub fn from_file(path: impl AsRef<std::path::Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let text =
+            std::fs::read_to_string(path).map_err(|e| candle::Error::from(e).with_path(path))?;
+        Self::from_json(&text).map_err(|e| e.with_path(path))
+    }
+
+    /// Parses the text of a `config.json`.
+    ///
+    /// # Errors
+    ///
+    /// Names the key, the value and what is wanted, for a malformed value as for a variant that is not implemented.
+    pub fn from_json(text: &str) -> Result<Self> {
+        dialect::parse(text)
+    }
+
+    /// The shape of every weight of the model, by name as after the checkpoint's text prefix.
+    pub fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
+        let (hidden, inter) = (self.hidden_size, self.intermediate_size);
+        let mut shapes = vec![
+            (
+                "embed_tokens.weight".to_string(),
+                vec![self.vocab_size, hidden],
+            ),
+            ("norm.weight".to_string(), vec![hidden]),
+        ];
+        if !self.tie_word_embeddings {
+            shapes.push(("lm_head.weight".to_string(), vec![self.vocab_size, hidden]));
+        }
+        for (i, layer) in self.layers.iter().enumerate() {
+            let d = layer.head_dim;
+            let (q_rows, kv_rows) = (self.num_attention_heads * d, layer.num_key_value_heads * d);
+            let mut put =
+                |name: &str, shape: Vec<usize>| shapes.push((format!("layers.{i}.{name}"), shape));
+            put("self_attn.q_proj.weight", vec![q_rows, hidden]);
+            put("self_attn.k_proj.weight", vec![kv_rows, hidden]);
+            if !layer.value_is_key {
+                put("self_attn.v_proj.weight", vec![kv_rows, hidden]);
+            }
+            put("self_attn.o_proj.weight", vec![hidden, q_rows]);
+            put("self_attn.q_norm.weight", vec![d]);
+            put("self_attn.k_norm.weight", vec![d]);
+            put("mlp.gate_proj.weight", vec![inter, hidden]);
+            put("mlp.up_proj.weight", vec![inter, hidden]);
+            put("mlp.down_proj.weight", vec![hidden, inter]);
+            for norm in [
+                "input",
+                "post_attention",
+                "pre_feedforward",
+                "post_feedforward",
+            ] {
+                put(&format!("{norm}_layernorm.weight"), vec![hidden]);
+            }
+            put("layer_scalar", vec![1]);
+        }
+        shapes
+    }
+}

@@ -1,0 +1,5 @@
+//! What several test modules need.
+
+mod error;
+
+pub use error::message;
