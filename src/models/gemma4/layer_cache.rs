@@ -1,0 +1,289 @@
+//! Key and value caches: a growing one for full layers, a ring of exactly the window for sliding layers.
+//!
+//! A layer cache answers [`LayerCache::append`] with everything that the appended tokens may attend to, so that feeding a
+//! prompt whole, in chunks of any size or token by token gives the same attention. Memory is allocated as tokens arrive,
+//! never for the longest context up front.
+
+use super::config::LayerKind;
+use candle::{bail, Result, Tensor};
+
+/// Buffers grow to a multiple of so many rows.
+const GROWTH_ROWS: usize = 256;
+
+/// What the tokens just appended may attend to: views of the cache, good until the next append.
+#[derive(Debug, Clone)]
+pub struct KvView {
+    /// Keys `(batch, kv_heads, rows, head_dim)`.
+    pub k: Tensor,
+    /// Values, shaped like the keys.
+    pub v: Tensor,
+    /// Position of row 0; rows ascend. A single token gets `None` from a ring that has wrapped: it may attend to every
+    /// row, and their order is the ring's.
+    pub first: Option<usize>,
+}
+
+/// The cache of one layer.
+#[derive(Debug)]
+pub struct LayerCache {
+    kind: LayerKind,
+    /// Tokens fed so far; the position of the next one.
+    len: usize,
+    /// Oldest position still held.
+    oldest: usize,
+    /// Rows that the first allocation should already have room for.
+    reserve: usize,
+    rows: Option<Rows>,
+}
+
+impl LayerCache {
+    pub fn new(kind: LayerKind) -> Self {
+        Self {
+            kind,
+            len: 0,
+            oldest: 0,
+            reserve: 0,
+            rows: None,
+        }
+    }
+
+    pub fn kind(&self) -> LayerKind {
+        self.kind
+    }
+
+    /// Tokens fed so far.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Oldest position that is still held.
+    pub fn oldest(&self) -> usize {
+        self.oldest
+    }
+
+    /// Bytes allocated for keys and values.
+    pub fn bytes(&self) -> usize {
+        self.rows.as_ref().map_or(0, Rows::bytes)
+    }
+
+    /// Makes the next allocation large enough for a context of `len` tokens.
+    pub fn reserve(&mut self, len: usize) {
+        self.reserve = len;
+    }
+
+    /// Stores `k` and `v`, both `(batch, kv_heads, tokens, head_dim)`, and returns what these tokens may attend to.
+    ///
+    /// # Errors
+    ///
+    /// Shapes or dtypes that differ from each other or from what the cache holds; nothing is stored then.
+    pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<KvView> {
+        let tokens = k.dims4()?.2;
+        if v.dims() != k.dims() || v.dtype() != k.dtype() {
+            bail!(
+                "kv cache: v is {:?} {:?}, want {:?} {:?} as k",
+                v.dims(),
+                v.dtype(),
+                k.dims(),
+                k.dtype()
+            );
+        }
+        if tokens == 0 {
+            bail!("kv cache: k is {:?}, want at least one token", k.dims());
+        }
+        if let Some(rows) = &self.rows {
+            rows.check(k)?;
+        }
+        let view = match self.kind {
+            LayerKind::Full => self.append_full(k, v, tokens)?,
+            LayerKind::Sliding { window } => self.append_ring(k, v, tokens, window)?,
+        };
+        self.len += tokens;
+        Ok(view)
+    }
+
+    fn append_full(&mut self, k: &Tensor, v: &Tensor, tokens: usize) -> Result<KvView> {
+        let (at, end) = (self.len, self.len + tokens);
+        let rows = self.rows_for(k, end, usize::MAX)?;
+        rows.write(at, k, v)?;
+        rows.view(0, end, Some(0))
+    }
+
+    /// Position p lives in slot `p % window`.
+    fn append_ring(
+        &mut self,
+        k: &Tensor,
+        v: &Tensor,
+        tokens: usize,
+        window: usize,
+    ) -> Result<KvView> {
+        let (at, end) = (self.len, self.len + tokens);
+        if end <= window {
+            let rows = self.rows_for(k, end, window)?;
+            rows.write(at, k, v)?;
+            return rows.view(0, end, Some(0));
+        }
+        let oldest = self.oldest.max((at + 1).saturating_sub(window));
+        let kept = at - oldest;
+        let rows = self.rows_for(k, window, window)?;
+        if tokens == 1 {
+            rows.write(at % window, k, v)?;
+            self.oldest = self.oldest.max(end - window);
+            return rows.view(0, window, None);
+        }
+        // Later tokens of the chunk overwrite slots that earlier ones still need, so attention gets a copy.
+        let (mut ks, mut vs) = (Vec::with_capacity(3), Vec::with_capacity(3));
+        for (slot, count) in ring_runs(oldest, kept, window) {
+            let run = rows.view(slot, count, None)?;
+            ks.push(run.k);
+            vs.push(run.v);
+        }
+        ks.push(k.clone());
+        vs.push(v.clone());
+        let view = KvView {
+            k: Tensor::cat(&ks, 2)?,
+            v: Tensor::cat(&vs, 2)?,
+            first: Some(oldest),
+        };
+        let stored = tokens.min(window);
+        let mut from = tokens - stored;
+        for (slot, count) in ring_runs(end - stored, stored, window) {
+            rows.write(
+                slot,
+                &k.narrow(2, from, count)?.contiguous()?,
+                &v.narrow(2, from, count)?.contiguous()?,
+            )?;
+            from += count;
+        }
+        self.oldest = self.oldest.max(end - window);
+        Ok(view)
+    }
+
+    /// The buffers, with room for `needed` rows; `most` rows are never exceeded.
+    fn rows_for(&mut self, like: &Tensor, needed: usize, most: usize) -> Result<Rows> {
+        let wanted = needed.max(self.reserve.min(most));
+        let rows = match &self.rows {
+            Some(rows) if rows.capacity() >= needed => rows.clone(),
+            Some(rows) => rows.resized(grown(rows.capacity(), wanted, most))?,
+            None => Rows::new(like, grown(0, wanted, most))?,
+        };
+        self.rows = Some(rows.clone());
+        Ok(rows)
+    }
+
+    /// Whether the cache can go back to its first `len` tokens: what any later token may attend to must still be held.
+    pub fn can_truncate(&self, len: usize) -> bool {
+        let needed = match self.kind {
+            LayerKind::Full => 0,
+            LayerKind::Sliding { window } => (len + 1).saturating_sub(window),
+        };
+        len <= self.len && needed >= self.oldest
+    }
+
+    /// Goes back to the first `len` tokens.
+    ///
+    /// # Errors
+    ///
+    /// A ring that has overwritten what a token at position `len` attends to; see [`Self::can_truncate`].
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        if !self.can_truncate(len) {
+            bail!("kv cache: can't go back to {len} of {} tokens, positions before {} are overwritten ({:?})", self.len, self.oldest, self.kind);
+        }
+        self.len = len;
+        Ok(())
+    }
+
+    /// Forgets every token and frees the buffers.
+    pub fn clear(&mut self) {
+        *self = Self::new(self.kind);
+    }
+
+    /// A copy that shares no memory with this one.
+    pub fn fork(&self) -> Result<Self> {
+        let rows = match &self.rows {
+            Some(rows) => Some(rows.resized(rows.capacity())?),
+            None => None,
+        };
+        Ok(Self { rows, ..*self })
+    }
+}
+
+/// Slots of `count` positions from `first` on, as at most two runs `(slot, count)`.
+fn ring_runs(first: usize, count: usize, window: usize) -> impl Iterator<Item = (usize, usize)> {
+    let slot = first % window;
+    let before_the_end = count.min(window - slot);
+    [(slot, before_the_end), (0, count - before_the_end)]
+        .into_iter()
+        .filter(|run| run.1 > 0)
+}
+
+/// Half as much again, so that appending token by token copies each row a bounded number of times.
+fn grown(capacity: usize, wanted: usize, most: usize) -> usize {
+    wanted
+        .max(capacity + capacity / 2)
+        .next_multiple_of(GROWTH_ROWS)
+        .min(most)
+}
+
+/// Key and value buffers `(batch, kv_heads, capacity, head_dim)`; a clone is the same memory.
+#[derive(Debug, Clone)]
+struct Rows {
+    k: Tensor,
+    v: Tensor,
+}
+
+impl Rows {
+    fn new(like: &Tensor, capacity: usize) -> Result<Self> {
+        let (batch, heads, _, dim) = like.dims4()?;
+        let buffer = || Tensor::zeros((batch, heads, capacity, dim), like.dtype(), like.device());
+        Ok(Self {
+            k: buffer()?,
+            v: buffer()?,
+        })
+    }
+
+    fn resized(&self, capacity: usize) -> Result<Self> {
+        let rows = Self::new(&self.k, capacity)?;
+        rows.write(0, &self.k, &self.v)?;
+        Ok(rows)
+    }
+
+    fn capacity(&self) -> usize {
+        self.k.dims()[2]
+    }
+
+    fn bytes(&self) -> usize {
+        2 * self.k.elem_count() * self.k.dtype().size_in_bytes()
+    }
+
+    fn check(&self, k: &Tensor) -> Result<()> {
+        let (held, got) = (self.k.dims4()?, k.dims4()?);
+        if (held.0, held.1, held.3) != (got.0, got.1, got.3) || self.k.dtype() != k.dtype() {
+            bail!(
+                "kv cache: k is {:?} {:?}, want ({}, {}, tokens, {}) {:?} as what is held",
+                k.dims(),
+                k.dtype(),
+                held.0,
+                held.1,
+                held.3,
+                self.k.dtype()
+            );
+        }
+        Ok(())
+    }
+
+    fn write(&self, row: usize, k: &Tensor, v: &Tensor) -> Result<()> {
+        self.k.slice_set(&k.contiguous()?, 2, row)?;
+        self.v.slice_set(&v.contiguous()?, 2, row)
+    }
+
+    fn view(&self, row: usize, count: usize, first: Option<usize>) -> Result<KvView> {
+        Ok(KvView {
+            k: self.k.narrow(2, row, count)?,
+            v: self.v.narrow(2, row, count)?,
+            first,
+        })
+    }
+}
