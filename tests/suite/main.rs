@@ -2,5 +2,6 @@
 
 mod common;
 mod config;
+mod fixtures;
 mod kv_cache;
 mod rope;

@@ -1,5 +1,15 @@
-//! What several test modules need.
+//! What the tests share: generated models, golden outputs, numbers and error texts.
 
 mod error;
+pub mod fixture;
+pub mod golden;
+pub mod numeric;
 
 pub use error::message;
+
+use std::path::{Path, PathBuf};
+
+/// The folder of the trained model that the repository ships.
+pub fn trained_model() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny-gemma4")
+}
