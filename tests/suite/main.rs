@@ -5,3 +5,4 @@ mod config;
 mod fixtures;
 mod kv_cache;
 mod rope;
+mod weights;

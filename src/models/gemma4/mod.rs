@@ -5,7 +5,9 @@ mod dialect;
 mod json;
 mod layer_cache;
 mod rope;
+mod weights;
 
 pub use config::{Config, LayerConfig, LayerKind, RopeConfig};
 pub use layer_cache::{KvView, LayerCache};
 pub use rope::Rope;
+pub use weights::Weights;

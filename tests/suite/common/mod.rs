@@ -5,7 +5,7 @@ pub mod fixture;
 pub mod golden;
 pub mod numeric;
 
-pub use error::message;
+pub use error::{message, message_in};
 
 use std::path::{Path, PathBuf};
 
