@@ -2,3 +2,5 @@
 
 pub mod attention;
 pub mod models;
+
+pub use attention::{attention_d512, AttentionD512, AttentionPartials};

@@ -1,0 +1,261 @@
+//! The kernels, written once over [`Isa`] and compiled once per instruction set by `kernels.rs`.
+//!
+//! Scores of a block are token-major, `scores[token * BLOCK + row]`, so that the softmax runs over rows in lanes and the
+//! value pass finds the weights of one token side by side.
+//!
+//! Each K and V element is loaded once per block of rows, that is once for all query heads of a KV head at decode. The
+//! result of a row does not depend on the size of the block it is in: each score is one chain of multiply-adds over the
+//! dimension and each output one over the tokens of a tile.
+
+// Plain index loops over constant bounds are what becomes registers.
+#![allow(clippy::needless_range_loop)]
+
+use super::exp::exp;
+use super::isa::{Element, Isa};
+use super::rows::{Addresses, Rows};
+use crate::attention::geometry::HEAD_DIM;
+use crate::attention::partial::EMPTY_MAX;
+
+/// Query rows that a kernel call works on at once.
+pub(super) const BLOCK: usize = 8;
+
+/// Keys staged together: one update of the running maximum, one rescale. A multiple of every token step below.
+pub(super) const TILE: usize = 48;
+
+/// The running softmax of one block.
+#[derive(Clone, Copy)]
+pub(super) struct BlockState {
+    pub max: [f32; BLOCK],
+    pub denominator: [f32; BLOCK],
+    /// What the numerator so far must be multiplied by.
+    pub rescale: [f32; BLOCK],
+}
+
+impl BlockState {
+    pub const EMPTY: Self = Self {
+        max: [EMPTY_MAX; BLOCK],
+        denominator: [0.0; BLOCK],
+        rescale: [1.0; BLOCK],
+    };
+}
+
+/// Scores, then weights, of a block against a tile.
+pub(super) type Scores = [f32; TILE * BLOCK];
+
+/// Query rows, or numerators, of a block.
+pub(super) type BlockRows = [f32; BLOCK * HEAD_DIM];
+
+/// Rows of a block.
+#[derive(Clone, Copy)]
+pub(super) enum Part {
+    /// So many, from the first.
+    First(usize),
+    Only(usize),
+}
+
+/// The scores of `R` query rows against all of `k`, `N` keys at a time.
+///
+/// # Safety
+///
+/// `q` is valid for `R` rows, `out` starts a row of a `Scores` and `R` rows fit from there; and the instructions of `I`
+/// are there.
+#[inline(always)]
+unsafe fn scores_rows<I: Isa, E: Element, const R: usize, const N: usize>(
+    q: *const f32,
+    k: &Rows,
+    all: &[E],
+    scale: f32,
+    out: *mut f32,
+    ahead: &Addresses,
+) {
+    for t in (0..k.len().min(TILE)).step_by(N) {
+        let mut keys = [std::ptr::null::<E>(); N];
+        let mut next = [std::ptr::null::<u8>(); N];
+        for n in 0..N {
+            keys[n] = k.row(all, t + n).as_ptr();
+            next[n] = ahead.row(t + n);
+        }
+        let mut acc = [[I::splat(0.0); N]; R];
+        for d32 in 0..HEAD_DIM / 32 {
+            for next in next {
+                for line in 0..ahead.lines_per_32 {
+                    I::prefetch(next.wrapping_add((d32 * ahead.lines_per_32 + line) * 64));
+                }
+            }
+            for d in 0..32 / I::W {
+                let d = d32 * 32 + d * I::W;
+                let mut key = [I::splat(0.0); N];
+                for n in 0..N {
+                    key[n] = E::load::<I>(keys[n].add(d));
+                }
+                for r in 0..R {
+                    let q = I::load(q.add(r * HEAD_DIM + d));
+                    for n in 0..N {
+                        acc[r][n] = I::fma(q, key[n], acc[r][n]);
+                    }
+                }
+            }
+        }
+        for n in 0..N {
+            for r4 in (0..R).step_by(4) {
+                let mut four = [I::splat(0.0); 4];
+                for r in r4..R.min(r4 + 4) {
+                    four[r - r4] = acc[r][n];
+                }
+                I::store_sums(four, scale, out.add((t + n) * BLOCK + r4));
+            }
+        }
+    }
+}
+
+/// Scores of the first `rows` rows of a block; those of the others come out as anything finite or are left.
+///
+/// # Safety
+///
+/// The instructions of `I` are there.
+#[inline(always)]
+pub(super) unsafe fn scores<I: Isa, E: Element>(
+    q: &BlockRows,
+    rows: usize,
+    k: &Rows,
+    all: &[E],
+    scale: f32,
+    out: &mut Scores,
+    ahead: &Addresses,
+) {
+    let (q, out) = (q.as_ptr(), out.as_mut_ptr());
+    match rows {
+        1 => scores_rows::<I, E, 1, 8>(q, k, all, scale, out, ahead),
+        2 => scores_rows::<I, E, 2, 4>(q, k, all, scale, out, ahead),
+        3 | 4 => scores_rows::<I, E, 4, 3>(q, k, all, scale, out, ahead),
+        _ if I::W == 16 => scores_rows::<I, E, 8, 3>(q, k, all, scale, out, ahead),
+        _ => {
+            // 16 registers hold 4 x 3 sums, not 8 x 3.
+            scores_rows::<I, E, 4, 3>(q, k, all, scale, out, ahead);
+            let second = q.add(4 * HEAD_DIM);
+            scores_rows::<I, E, 4, 3>(second, k, all, scale, out.add(4), &Addresses::NONE);
+        }
+    }
+}
+
+/// Turns the scores of `tokens` keys into weights under the new running maximum.
+///
+/// # Safety
+///
+/// The instructions of `I`, which has `BLOCK` lanes, are there.
+#[inline(always)]
+pub(super) unsafe fn softmax<I: Isa>(scores: &mut Scores, tokens: usize, state: &mut BlockState) {
+    const { assert!(I::W == BLOCK) }
+    let tokens = tokens.min(TILE);
+    let scores = scores.as_mut_ptr();
+    let old = I::load(state.max.as_ptr());
+    let mut max = old;
+    for t in 0..tokens {
+        max = I::max(I::load(scores.add(t * BLOCK)), max);
+    }
+    let mut sum = I::splat(0.0);
+    for t in 0..tokens {
+        let score = scores.add(t * BLOCK);
+        let weight = exp::<I>(I::sub(I::load(score), max));
+        I::store(score, weight);
+        sum = I::add(sum, weight);
+    }
+    let rescale = exp::<I>(I::sub(old, max));
+    let denominator = I::load(state.denominator.as_ptr());
+    I::store(
+        state.denominator.as_mut_ptr(),
+        I::fma(denominator, rescale, sum),
+    );
+    I::store(state.rescale.as_mut_ptr(), rescale);
+    I::store(state.max.as_mut_ptr(), max);
+}
+
+/// `numerator = numerator * rescale + weights x v` for `R` rows, `C` vectors of the dimension at a time.
+///
+/// # Safety
+///
+/// `weights`, `rescale` and `numerator` start at a row of their block and `R` rows fit from there; and the instructions
+/// of `I` are there.
+#[inline(always)]
+unsafe fn accumulate_rows<I: Isa, E: Element, const R: usize, const C: usize>(
+    weights: *const f32,
+    v: &Rows,
+    all: &[E],
+    rescale: *const f32,
+    numerator: *mut f32,
+    ahead: &Addresses,
+) {
+    for strip in (0..HEAD_DIM).step_by(C * I::W) {
+        // The lines of `ahead` that begin in this strip; a strip of 16 halves fills only half of one.
+        let first_line = (strip * ahead.lines_per_32).div_ceil(32);
+        let lines = ((strip + C * I::W) * ahead.lines_per_32).div_ceil(32) - first_line;
+        let mut acc = [[I::splat(0.0); C]; R];
+        for t in 0..v.len().min(TILE) {
+            let row = v.row(all, t).as_ptr().add(strip);
+            let next = ahead.row(t).wrapping_add(first_line * 64);
+            for line in 0..lines {
+                I::prefetch(next.wrapping_add(line * 64));
+            }
+            let mut value = [I::splat(0.0); C];
+            for c in 0..C {
+                value[c] = E::load::<I>(row.add(c * I::W));
+            }
+            for r in 0..R {
+                let weight = I::splat(*weights.add(t * BLOCK + r));
+                for c in 0..C {
+                    acc[r][c] = I::fma(weight, value[c], acc[r][c]);
+                }
+            }
+        }
+        for r in 0..R {
+            let rescale = I::splat(*rescale.add(r));
+            for c in 0..C {
+                let at = numerator.add(r * HEAD_DIM + strip + c * I::W);
+                I::store(at, I::fma(I::load(at), rescale, acc[r][c]));
+            }
+        }
+    }
+}
+
+/// Adds the weighted rows of `v` to the numerators of a part of a block.
+///
+/// # Safety
+///
+/// The instructions of `I` are there.
+#[inline(always)]
+pub(super) unsafe fn accumulate<I: Isa, E: Element>(
+    weights: &Scores,
+    part: Part,
+    v: &Rows,
+    all: &[E],
+    state: &BlockState,
+    numerator: &mut BlockRows,
+    ahead: &Addresses,
+) {
+    let (first, rows) = match part {
+        Part::First(rows) => (0, rows),
+        Part::Only(row) => (row.min(BLOCK - 1), 1),
+    };
+    let weights = weights.as_ptr().add(first);
+    let rescale = state.rescale.as_ptr().add(first);
+    let numerator = numerator.as_mut_ptr().add(first * HEAD_DIM);
+    match rows {
+        1 => accumulate_rows::<I, E, 1, 4>(weights, v, all, rescale, numerator, ahead),
+        2 => accumulate_rows::<I, E, 2, 4>(weights, v, all, rescale, numerator, ahead),
+        3 | 4 => accumulate_rows::<I, E, 4, 2>(weights, v, all, rescale, numerator, ahead),
+        _ if I::W == 16 => {
+            accumulate_rows::<I, E, 8, 2>(weights, v, all, rescale, numerator, ahead)
+        }
+        _ => {
+            accumulate_rows::<I, E, 4, 2>(weights, v, all, rescale, numerator, ahead);
+            accumulate_rows::<I, E, 4, 2>(
+                weights.add(4),
+                v,
+                all,
+                rescale.add(4),
+                numerator.add(4 * HEAD_DIM),
+                &Addresses::NONE,
+            );
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! One table of kernels per instruction set, and the choice between them.
+
+use candle::{bail, Result};
+
+use super::body::{self, BlockRows, BlockState, Part, Scores};
+use super::isa::Portable;
+use super::rows::{Addresses, Elements, Rows};
+#[cfg(target_arch = "x86_64")]
+use super::x86::{Avx2, Avx512};
+
+/// The instructions that the CPU executor may use.
+///
+/// Results agree within rounding between kernels and repeat bit for bit with one of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum CpuKernel {
+    /// What the crate was compiled for: every CPU, SSE2 or NEON and up.
+    Portable,
+    /// x86-64 with AVX2, FMA and F16C.
+    Avx2,
+    /// x86-64 with AVX-512F, and what [`CpuKernel::Avx2`] needs.
+    Avx512,
+}
+
+impl CpuKernel {
+    /// The fastest one that this CPU can run.
+    pub fn best() -> Self {
+        [Self::Avx512, Self::Avx2]
+            .into_iter()
+            .find(|kernel| kernel.is_available())
+            .unwrap_or(Self::Portable)
+    }
+
+    /// Whether this CPU can run it.
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => is_x86_feature_detected!("avx512f") && Self::Avx2.is_available(),
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 | Self::Avx512 => false,
+        }
+    }
+
+    pub(super) fn kernels(self) -> Result<Kernels> {
+        if !self.is_available() {
+            bail!(
+                "attention_d512: this CPU cannot run the {self:?} kernel, the best it has is {:?}",
+                Self::best()
+            );
+        }
+        Ok(match self {
+            Self::Portable => portable::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => avx2::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => avx512::KERNELS,
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 | Self::Avx512 => portable::KERNELS,
+        })
+    }
+}
+
+type ScoresFn = unsafe fn(&BlockRows, usize, &Rows, f32, &mut Scores, &Addresses);
+type SoftmaxFn = unsafe fn(&mut Scores, usize, &mut BlockState);
+type AccumulateFn = unsafe fn(&Scores, Part, &Rows, &BlockState, &mut BlockRows, &Addresses);
+
+/// Kernels whose instructions this CPU has: only [`CpuKernel::kernels`] hands them out.
+#[derive(Clone, Copy)]
+pub(super) struct Kernels {
+    scores: ScoresFn,
+    softmax: SoftmaxFn,
+    accumulate: AccumulateFn,
+}
+
+impl Kernels {
+    /// See [`body::scores`].
+    pub fn scores(
+        &self,
+        q: &BlockRows,
+        rows: usize,
+        k: &Rows,
+        scale: f32,
+        out: &mut Scores,
+        ahead: &Addresses,
+    ) {
+        // SAFETY: the CPU has the instructions, or there would be no table.
+        unsafe { (self.scores)(q, rows, k, scale, out, ahead) }
+    }
+
+    /// See [`body::softmax`].
+    pub fn softmax(&self, scores: &mut Scores, tokens: usize, state: &mut BlockState) {
+        // SAFETY: as above.
+        unsafe { (self.softmax)(scores, tokens, state) }
+    }
+
+    /// See [`body::accumulate`].
+    pub fn accumulate(
+        &self,
+        weights: &Scores,
+        part: Part,
+        v: &Rows,
+        state: &BlockState,
+        numerator: &mut BlockRows,
+        ahead: &Addresses,
+    ) {
+        // SAFETY: as above.
+        unsafe { (self.accumulate)(weights, part, v, state, numerator, ahead) }
+    }
+}
+
+macro_rules! kernels {
+    ($module:ident, $isa:ty, $lanes8:ty $(, #[$features:meta])?) => {
+        mod $module {
+            use super::*;
+
+            pub(super) const KERNELS: Kernels = Kernels {
+                scores,
+                softmax,
+                accumulate,
+            };
+
+            $(#[$features])?
+            unsafe fn scores(
+                q: &BlockRows,
+                rows: usize,
+                k: &Rows,
+                scale: f32,
+                out: &mut Scores,
+                ahead: &Addresses,
+            ) {
+                match k.elements() {
+                    Elements::F32(all) => body::scores::<$isa, _>(q, rows, k, all, scale, out, ahead),
+                    Elements::F16(all) => body::scores::<$isa, _>(q, rows, k, all, scale, out, ahead),
+                    Elements::BF16(all) => body::scores::<$isa, _>(q, rows, k, all, scale, out, ahead),
+                }
+            }
+
+            $(#[$features])?
+            unsafe fn softmax(scores: &mut Scores, tokens: usize, state: &mut BlockState) {
+                body::softmax::<$lanes8>(scores, tokens, state)
+            }
+
+            $(#[$features])?
+            unsafe fn accumulate(
+                w: &Scores,
+                part: Part,
+                v: &Rows,
+                state: &BlockState,
+                to: &mut BlockRows,
+                ahead: &Addresses,
+            ) {
+                match v.elements() {
+                    Elements::F32(all) => body::accumulate::<$isa, _>(w, part, v, all, state, to, ahead),
+                    Elements::F16(all) => body::accumulate::<$isa, _>(w, part, v, all, state, to, ahead),
+                    Elements::BF16(all) => body::accumulate::<$isa, _>(w, part, v, all, state, to, ahead),
+                }
+            }
+        }
+    };
+}
+
+kernels!(portable, Portable, Portable);
+#[cfg(target_arch = "x86_64")]
+kernels!(avx2, Avx2, Avx2, #[target_feature(enable = "avx2,fma,f16c")]);
+#[cfg(target_arch = "x86_64")]
+kernels!(avx512, Avx512, Avx2, #[target_feature(enable = "avx512f,avx2,fma,f16c")]);

@@ -1,0 +1,379 @@
+//! Partial attention states and their merge.
+//!
+//! A state of one query row over some keys is `(max, denominator, numerator)`, un-normalised and in f32 whatever the
+//! inputs are: with scores `x_t`, `max = max x_t`, `denominator = sum exp(x_t - max)`,
+//! `numerator = sum exp(x_t - max) v_t`. States over disjoint keys merge into the state over their union.
+
+use candle::{bail, CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use super::store::Stored;
+
+/// The maximum of a state that has seen no key: finite, so that `exp(max - max)` is 1 and never NaN.
+pub const EMPTY_MAX: f32 = f32::MIN;
+
+/// Partial states of a grid of query rows, one per partition: what lets a caller attend to a prefix and a suffix
+/// separately and merge.
+///
+/// All tensors are f32 and partition-major: `max` and `denominator` are `(partitions, batch, heads, q_len)`,
+/// `numerator` is `(partitions, batch, heads, q_len, dim)`, for any `dim`. The state of a row that saw no key is
+/// `max = EMPTY_MAX`, `denominator = 0`; its numerator is never read.
+///
+/// ```
+/// use candle::{DType, Device, Tensor};
+/// use gem::attention::{AttentionD512, AttentionPartials};
+/// # fn main() -> candle::Result<()> {
+/// let q = Tensor::ones((1, 8, 1, 512), DType::F32, &Device::Cpu)?;
+/// let kv = Tensor::ones((1, 2, 48, 512), DType::F32, &Device::Cpu)?;
+/// let op = AttentionD512::new(0.044);
+/// let prefix = op.partials(&q, &kv.narrow(2, 0, 40)?, &kv.narrow(2, 0, 40)?)?;
+/// let suffix = op.partials(&q, &kv.narrow(2, 40, 8)?, &kv.narrow(2, 40, 8)?)?;
+/// let out = AttentionPartials::merge(&[prefix, suffix])?.finish(DType::F32)?;
+/// assert_eq!(out.dims(), [1, 8, 1, 512]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct AttentionPartials {
+    max: Tensor,
+    denominator: Tensor,
+    numerator: Tensor,
+}
+
+impl AttentionPartials {
+    /// States computed elsewhere. Refuses other dtypes than f32 and shapes that do not fit together; the values are
+    /// checked where they are used.
+    pub fn new(max: Tensor, denominator: Tensor, numerator: Tensor) -> Result<Self> {
+        let named = [
+            ("max", &max),
+            ("denominator", &denominator),
+            ("numerator", &numerator),
+        ];
+        for (name, t) in named {
+            if t.dtype() != DType::F32 {
+                bail!(
+                    "attention_partials: {name} has dtype {:?}, want f32",
+                    t.dtype()
+                );
+            }
+        }
+        let (p, batch, heads, q_len, dim) = match *numerator.dims() {
+            [p, b, h, t, d] if p * b * h * t * d > 0 => (p, b, h, t, d),
+            ref dims => bail!(
+                "attention_partials: numerator has shape {dims:?}, want a non-empty (partitions, batch, heads, q_len, dim)"
+            ),
+        };
+        for (name, t) in &named[..2] {
+            if t.dims() != [p, batch, heads, q_len] {
+                bail!(
+                    "attention_partials: {name} has shape {:?}, want {:?} to go with a numerator of dim {dim}",
+                    t.dims(),
+                    [p, batch, heads, q_len]
+                );
+            }
+        }
+        Ok(Self {
+            max,
+            denominator,
+            numerator,
+        })
+    }
+
+    /// From one flat tensor that holds maxima, denominators and numerators in this order. Three views of one op's
+    /// result, so that the gradient of each leads to that op's refusal.
+    pub(super) fn unpack(
+        packed: &Tensor,
+        [p, batch, heads, q_len, dim]: [usize; 5],
+    ) -> Result<Self> {
+        let states = p * batch * heads * q_len;
+        let part = |start, len| packed.narrow(0, start, len);
+        Ok(Self {
+            max: part(0, states)?.reshape((p, batch, heads, q_len))?,
+            denominator: part(states, states)?.reshape((p, batch, heads, q_len))?,
+            numerator: part(2 * states, states * dim)?.reshape((p, batch, heads, q_len, dim))?,
+        })
+    }
+
+    /// `(partitions, batch, heads, q_len)`.
+    pub fn max(&self) -> &Tensor {
+        &self.max
+    }
+
+    /// `(partitions, batch, heads, q_len)`.
+    pub fn denominator(&self) -> &Tensor {
+        &self.denominator
+    }
+
+    /// `(partitions, batch, heads, q_len, dim)`.
+    pub fn numerator(&self) -> &Tensor {
+        &self.numerator
+    }
+
+    /// One state per row over the keys of all partitions of all `parts`, which must be disjoint sets of keys.
+    ///
+    /// The order is fixed (parts as given, partitions ascending), so results repeat bit for bit. A state that cannot
+    /// occur is an error: a NaN or negative denominator, a denominator of 0 under a maximum, a denominator without one.
+    pub fn merge(parts: &[Self]) -> Result<Self> {
+        let Some(first) = parts.first() else {
+            bail!("attention_partials: got no parts to merge, want at least one");
+        };
+        for (i, part) in parts.iter().enumerate() {
+            if part.numerator.dims()[1..] != first.numerator.dims()[1..] {
+                bail!(
+                    "attention_partials: part {i} has rows of shape {:?}, part 0 has {:?}, want the same",
+                    &part.numerator.dims()[1..],
+                    &first.numerator.dims()[1..]
+                );
+            }
+        }
+        let cat = |pick: fn(&Self) -> &Tensor| {
+            Tensor::cat(&parts.iter().map(pick).collect::<Vec<_>>(), 0)
+        };
+        let all = Self {
+            max: cat(Self::max)?,
+            denominator: cat(Self::denominator)?,
+            numerator: cat(Self::numerator)?,
+        };
+        let (_, batch, heads, q_len, dim) = all.numerator.dims5()?;
+        let packed = all.apply(MergeStates)?;
+        Self::unpack(&packed, [1, batch, heads, q_len, dim])
+    }
+
+    /// `numerator / denominator` over all partitions, `(batch, heads, q_len, dim)` in `dtype` (f32, f16 or bf16).
+    /// A row that saw no key is exactly 0. Errors as [`AttentionPartials::merge`].
+    pub fn finish(&self, dtype: DType) -> Result<Tensor> {
+        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+            bail!("attention_partials: cannot finish as {dtype:?}, want f32, f16 or bf16");
+        }
+        self.apply(FinishStates { dtype })
+    }
+
+    /// Natural logarithm of the sum of `exp(score)` over all partitions, f32 `(batch, heads, q_len)`. A row that saw no
+    /// key is `-inf`. Errors as [`AttentionPartials::merge`].
+    pub fn log_sum_exp(&self) -> Result<Tensor> {
+        self.max
+            .contiguous()?
+            .apply_op2(&self.denominator.contiguous()?, LogSumExp)
+    }
+
+    fn apply<C: CustomOp3 + Send + Sync + 'static>(&self, op: C) -> Result<Tensor> {
+        self.max.contiguous()?.apply_op3(
+            &self.denominator.contiguous()?,
+            &self.numerator.contiguous()?,
+            op,
+        )
+    }
+}
+
+/// Merges the states of one row, in the order given, into `out`; returns max and denominator.
+///
+/// Empty states are skipped whole, so that merging with one is the identity bit for bit and nothing that its numerator
+/// holds can leak. All empty gives the empty state. NaN passes through.
+pub(super) fn merge_row<'a>(
+    states: impl Iterator<Item = (f32, f32, &'a [f32])> + Clone,
+    out: &mut [f32],
+) -> (f32, f32) {
+    let live = states.filter(|(_, denominator, _)| *denominator != 0.0);
+    let max = live.clone().fold(EMPTY_MAX, |max, (m, _, _)| m.max(max));
+    let mut sum = 0.0;
+    let mut first = true;
+    for (m, denominator, numerator) in live {
+        let weight = (m - max).exp();
+        sum += denominator * weight;
+        let pairs = out.iter_mut().zip(numerator);
+        if std::mem::take(&mut first) {
+            pairs.for_each(|(out, o)| *out = o * weight);
+        } else {
+            pairs.for_each(|(out, o)| *out += o * weight);
+        }
+    }
+    if first {
+        out.fill(0.0);
+    }
+    (max, sum)
+}
+
+/// Fails closed on a state that no set of finite scores and values has.
+fn check_state(max: f32, denominator: f32, numerator: &[f32]) -> Result<()> {
+    let empty = denominator == 0.0;
+    if denominator.is_nan() || denominator < 0.0 || denominator.is_infinite() {
+        bail!("attention_partials: a state has denominator {denominator}, want a finite sum of exponentials");
+    }
+    if !max.is_finite() {
+        bail!("attention_partials: a state has maximum {max}, want a finite one (empty states use {EMPTY_MAX:e})");
+    }
+    if empty && max != EMPTY_MAX {
+        bail!("attention_partials: a state has maximum {max} but denominator 0, want at least 1 once a key was seen");
+    }
+    if !empty && max == EMPTY_MAX {
+        bail!("attention_partials: a state has denominator {denominator} but the maximum of an empty state");
+    }
+    if !empty && !numerator.iter().all(|x| x.is_finite()) {
+        bail!("attention_partials: a numerator of a state with denominator {denominator} is not finite");
+    }
+    Ok(())
+}
+
+/// The three tensors as slices, states checked.
+struct States<'a> {
+    max: &'a [f32],
+    denominator: &'a [f32],
+    numerator: &'a [f32],
+    rows: usize,
+    dim: usize,
+}
+
+impl<'a> States<'a> {
+    fn new(
+        (max, max_l): (&'a CpuStorage, &Layout),
+        (denominator, den_l): (&'a CpuStorage, &Layout),
+        numerator: Option<(&'a CpuStorage, &Layout)>,
+    ) -> Result<Self> {
+        let rows = max_l.dims()[1..].iter().product();
+        let states = Self {
+            max: contiguous(max, max_l)?,
+            denominator: contiguous(denominator, den_l)?,
+            numerator: match numerator {
+                Some((s, l)) => contiguous(s, l)?,
+                None => &[],
+            },
+            rows,
+            dim: numerator.map_or(0, |(_, l)| l.dims()[4]),
+        };
+        for (i, (max, denominator)) in states.max.iter().zip(states.denominator).enumerate() {
+            let numerator = &states.numerator[i * states.dim..(i + 1) * states.dim];
+            check_state(*max, *denominator, numerator)?;
+        }
+        Ok(states)
+    }
+
+    fn row(&self, row: usize) -> impl Iterator<Item = (f32, f32, &'a [f32])> + Clone + '_ {
+        (row..self.max.len()).step_by(self.rows).map(|i| {
+            let numerator = &self.numerator[i * self.dim..(i + 1) * self.dim];
+            (self.max[i], self.denominator[i], numerator)
+        })
+    }
+}
+
+fn contiguous<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+    let slice = storage.as_slice::<f32>()?;
+    match layout.contiguous_offsets() {
+        Some((start, end)) => Ok(&slice[start..end]),
+        None => bail!(
+            "attention_partials: want contiguous states, got strides {:?}",
+            layout.stride()
+        ),
+    }
+}
+
+struct MergeStates;
+
+impl CustomOp3 for MergeStates {
+    fn name(&self) -> &'static str {
+        "attention_partials_merge"
+    }
+
+    fn cpu_fwd(
+        &self,
+        max: &CpuStorage,
+        max_l: &Layout,
+        denominator: &CpuStorage,
+        den_l: &Layout,
+        numerator: &CpuStorage,
+        num_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let states = States::new((max, max_l), (denominator, den_l), Some((numerator, num_l)))?;
+        let rows = states.rows;
+        let mut packed = vec![0f32; rows * (2 + states.dim)];
+        let (maxima, rest) = packed.split_at_mut(rows);
+        let (denominators, numerators) = rest.split_at_mut(rows);
+        maxima
+            .par_iter_mut()
+            .zip(denominators)
+            .zip(numerators.par_chunks_mut(states.dim))
+            .enumerate()
+            .for_each(|(row, ((max, denominator), out))| {
+                (*max, *denominator) = merge_row(states.row(row), out);
+            });
+        let len = packed.len();
+        Ok((CpuStorage::F32(packed), Shape::from(len)))
+    }
+}
+
+struct FinishStates {
+    dtype: DType,
+}
+
+impl CustomOp3 for FinishStates {
+    fn name(&self) -> &'static str {
+        "attention_partials_finish"
+    }
+
+    fn cpu_fwd(
+        &self,
+        max: &CpuStorage,
+        max_l: &Layout,
+        denominator: &CpuStorage,
+        den_l: &Layout,
+        numerator: &CpuStorage,
+        num_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let states = States::new((max, max_l), (denominator, den_l), Some((numerator, num_l)))?;
+        let storage = match self.dtype {
+            DType::F16 => finish_all::<f16>(&states),
+            DType::BF16 => finish_all::<bf16>(&states),
+            _ => finish_all::<f32>(&states),
+        };
+        Ok((storage, Shape::from(&num_l.dims()[1..])))
+    }
+}
+
+fn finish_all<E: Stored>(states: &States) -> CpuStorage {
+    let mut out = vec![E::ZERO; states.rows * states.dim];
+    out.par_chunks_mut(states.dim)
+        .enumerate()
+        .for_each(|(row, out)| {
+            let mut wide = vec![0f32; states.dim];
+            finish_row(states.row(row), &mut wide);
+            E::store(&wide, out);
+        });
+    E::into_storage(out)
+}
+
+/// The normalised row of its states; 0 if all are empty.
+pub(super) fn finish_row<'a>(
+    states: impl Iterator<Item = (f32, f32, &'a [f32])> + Clone,
+    out: &mut [f32],
+) {
+    let (_, denominator) = merge_row(states, out);
+    if denominator != 0.0 {
+        out.iter_mut().for_each(|o| *o /= denominator);
+    }
+}
+
+struct LogSumExp;
+
+impl CustomOp2 for LogSumExp {
+    fn name(&self) -> &'static str {
+        "attention_partials_log_sum_exp"
+    }
+
+    fn cpu_fwd(
+        &self,
+        max: &CpuStorage,
+        max_l: &Layout,
+        denominator: &CpuStorage,
+        den_l: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let states = States::new((max, max_l), (denominator, den_l), None)?;
+        let lse = (0..states.rows).map(|row| match merge_row(states.row(row), &mut []) {
+            (_, 0.0) => f32::NEG_INFINITY,
+            (max, denominator) => max + denominator.ln(),
+        });
+        Ok((
+            CpuStorage::F32(lse.collect()),
+            Shape::from(&max_l.dims()[1..]),
+        ))
+    }
+}
