@@ -37,8 +37,8 @@ const HEAD: &str = "lm_head.weight";
 pub struct Weights {
     prefix: &'static str,
     shards: Vec<Shard>,
+    /// By name without prefix; the head, if the checkpoint has its own, by its whole name.
     tensors: BTreeMap<String, Entry>,
-    head: Option<Entry>,
 }
 
 impl Weights {
@@ -102,14 +102,14 @@ impl Weights {
                 TEXT_PREFIXES.join(" or ")
             )
         };
-        let (mut tensors, mut head, mut strays) = (BTreeMap::new(), None, Vec::new());
+        let (mut tensors, mut strays) = (BTreeMap::new(), Vec::new());
         for (name, entry) in entries {
             if OTHER_PARTS.iter().any(|part| name.starts_with(part)) {
                 continue;
             } else if let Some(short) = name.strip_prefix(prefix) {
                 tensors.insert(short.to_string(), entry);
             } else if name == HEAD {
-                head = Some(entry);
+                tensors.insert(name, entry);
             } else {
                 let file = shards[entry.shard].path.display();
                 strays.push(format!("{name} in {file}: belongs to no known part"));
@@ -120,13 +120,12 @@ impl Weights {
             prefix,
             shards,
             tensors,
-            head,
         })
     }
 
     /// Compares the checkpoint with the names (without prefix) and shapes of the model, before any of it is loaded.
     ///
-    /// A `lm_head.weight` is accepted if it is the embedding byte for byte: the head of Gemma 4 is tied to it.
+    /// A `lm_head.weight` that is not expected is accepted if it is the embedding byte for byte: the model's head is tied to it.
     ///
     /// # Errors
     ///
@@ -150,13 +149,17 @@ impl Weights {
             }
         }
         let expected: BTreeSet<&String> = expected.iter().map(|(name, _)| name).collect();
+        let tied_head = self
+            .tensors
+            .get(HEAD)
+            .filter(|_| !expected.contains(&HEAD.to_string()));
         for (name, entry) in &self.tensors {
-            if !expected.contains(name) {
+            if !expected.contains(name) && name != HEAD {
                 faults.push(format!("{}: not a tensor of this model", self.place(entry)));
             }
         }
         refuse(faults)?;
-        match &self.head {
+        match tied_head {
             Some(head) => self.check_head(head),
             None => Ok(()),
         }
