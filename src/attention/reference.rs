@@ -116,6 +116,7 @@ pub fn attention(
     if q_len == 0 || kv_len == 0 {
         bail!("reference attention: q has {q_len} rows and k {kv_len}, want at least one of each");
     }
+    let (k, v) = (batched(k)?, batched(v)?);
     let block = (BLOCK_SCORES / (batch * q_heads * kv_len)).clamp(1, BLOCK_QUERIES);
     let mut out = Vec::with_capacity(q_len.div_ceil(block));
     for start in (0..q_len).step_by(block) {
@@ -147,5 +148,14 @@ pub fn attention(
     match out.len() {
         1 => Ok(out.swap_remove(0)),
         _ => Tensor::cat(&out, D::Minus2),
+    }
+}
+
+/// `t` if a matrix product can step over its batch and heads as one dimension, as over any view of a cache; else a copy.
+fn batched(t: &Tensor) -> Result<Tensor> {
+    let (dims, stride) = (t.dims(), t.stride());
+    match dims[0] == 1 || dims[1] == 1 || stride[0] == dims[1] * stride[1] {
+        true => Ok(t.clone()),
+        false => t.contiguous(),
     }
 }

@@ -219,6 +219,14 @@ fn ring_runs(first: usize, count: usize, window: usize) -> impl Iterator<Item = 
         .filter(|run| run.1 > 0)
 }
 
+/// Rows that a layer allocates at once for a reserved context of `tokens`.
+pub(super) fn capacity(kind: LayerKind, tokens: usize) -> usize {
+    match kind {
+        LayerKind::Full => grown(0, tokens, usize::MAX),
+        LayerKind::Sliding { window } => grown(0, tokens.min(window), window),
+    }
+}
+
 /// Half as much again, so that appending token by token copies each row a bounded number of times.
 fn grown(capacity: usize, wanted: usize, most: usize) -> usize {
     wanted

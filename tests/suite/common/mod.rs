@@ -4,6 +4,7 @@ mod error;
 pub mod fixture;
 pub mod golden;
 pub mod numeric;
+pub mod oracle;
 
 pub use error::{message, message_in};
 

@@ -1,0 +1,167 @@
+//! Everything that a sequence leaves behind for the tokens that follow it.
+
+use super::config::{Config, LayerKind};
+use super::layer_cache::{self, LayerCache};
+use super::path::AttentionPath;
+use candle::{bail, DType, Result};
+
+/// The caches of all layers for one batch of sequences of equal length, and the attention path that they run on.
+///
+/// Cloning is [`fork`](Self::fork), since it allocates.
+#[derive(Debug)]
+pub struct Cache {
+    path: AttentionPath,
+    max_context: usize,
+    len: usize,
+    layers: Vec<LayerCache>,
+}
+
+impl Cache {
+    /// An empty cache; memory is allocated as tokens arrive.
+    ///
+    /// # Errors
+    ///
+    /// A model of this configuration can't run on `path`.
+    pub fn new(config: &Config, path: AttentionPath) -> Result<Self> {
+        path.check(config)?;
+        let layers = config
+            .layers
+            .iter()
+            .map(|layer| LayerCache::new(layer.kind))
+            .collect();
+        Ok(Self {
+            path,
+            max_context: config.max_position_embeddings,
+            len: 0,
+            layers,
+        })
+    }
+
+    /// Lowers the context limit from the model's own to `max_context` tokens.
+    ///
+    /// # Errors
+    ///
+    /// More tokens than the model was made for, or fewer than are held.
+    pub fn with_max_context(mut self, max_context: usize) -> Result<Self> {
+        if max_context < self.len.max(1) || max_context > self.max_context {
+            bail!(
+                "gemma4: max context is {max_context}, want {} to {}",
+                self.len.max(1),
+                self.max_context
+            );
+        }
+        self.max_context = max_context;
+        Ok(self)
+    }
+
+    pub fn path(&self) -> AttentionPath {
+        self.path
+    }
+
+    /// Most tokens that this cache takes.
+    pub fn max_context(&self) -> usize {
+        self.max_context
+    }
+
+    /// Tokens held; the position of the next one.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes allocated now: `(sliding layers, full layers)`.
+    pub fn bytes(&self) -> (usize, usize) {
+        self.layers
+            .iter()
+            .fold((0, 0), |(sliding, full), layer| match layer.kind() {
+                LayerKind::Sliding { .. } => (sliding + layer.bytes(), full),
+                LayerKind::Full => (sliding, full + layer.bytes()),
+            })
+    }
+
+    /// Bytes that a context of `tokens` takes once [`reserve`](Self::reserve)d, by [`bytes`](Self::bytes)'s parts.
+    pub fn planned_bytes(config: &Config, tokens: usize, dtype: DType) -> (usize, usize) {
+        config.layers.iter().fold((0, 0), |(sliding, full), layer| {
+            let row = 2 * layer.num_key_value_heads * layer.head_dim * dtype.size_in_bytes();
+            let bytes = layer_cache::capacity(layer.kind, tokens) * row;
+            match layer.kind {
+                LayerKind::Sliding { .. } => (sliding + bytes, full),
+                LayerKind::Full => (sliding, full + bytes),
+            }
+        })
+    }
+
+    /// Announces a context of `len` tokens, so that buffers are allocated once.
+    pub fn reserve(&mut self, len: usize) {
+        let len = len.min(self.max_context);
+        self.layers.iter_mut().for_each(|layer| layer.reserve(len));
+    }
+
+    /// Forgets every token and frees the buffers.
+    pub fn clear(&mut self) {
+        self.layers.iter_mut().for_each(LayerCache::clear);
+        self.len = 0;
+    }
+
+    /// Whether [`truncate`](Self::truncate) to `len` tokens would succeed.
+    pub fn can_truncate(&self, len: usize) -> bool {
+        self.layers.iter().all(|layer| layer.can_truncate(len))
+    }
+
+    /// Goes back to the first `len` tokens, for a new continuation of a common prefix.
+    ///
+    /// # Errors
+    ///
+    /// A sliding layer no longer holds what the token at position `len` attends to: clear the cache and feed the prefix
+    /// again. Nothing is changed then.
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        if !self.can_truncate(len) {
+            bail!(
+                "gemma4: can't go back to {len} of {} tokens: a sliding layer has overwritten what token {len} attends to; clear the cache and feed the prefix again",
+                self.len
+            );
+        }
+        for layer in &mut self.layers {
+            layer.truncate(len)?;
+        }
+        self.len = len;
+        Ok(())
+    }
+
+    /// A copy that shares no memory with this one.
+    pub fn fork(&self) -> Result<Self> {
+        let layers = self
+            .layers
+            .iter()
+            .map(LayerCache::fork)
+            .collect::<Result<_>>()?;
+        Ok(Self { layers, ..*self })
+    }
+
+    /// Fails if `tokens` more tokens do not fit, or if the layers do not hold the same tokens.
+    pub fn check_room(&self, tokens: usize) -> Result<()> {
+        if tokens > self.max_context - self.len {
+            bail!(
+                "gemma4: context full: {} tokens held and {tokens} more given, want at most {} in all",
+                self.len,
+                self.max_context
+            );
+        }
+        if self.layers.iter().any(|layer| layer.len() != self.len) {
+            bail!("gemma4: an earlier forward pass failed half way, the layers hold different tokens; clear the cache");
+        }
+        Ok(())
+    }
+
+    pub(super) fn layers_mut(&mut self) -> &mut [LayerCache] {
+        &mut self.layers
+    }
+
+    /// Every layer has taken its tokens.
+    pub(super) fn commit(&mut self, tokens: usize) {
+        self.len += tokens;
+    }
+}

@@ -1,0 +1,71 @@
+//! Which ops a full-attention layer runs on.
+
+use super::config::{Config, LayerKind};
+use candle::{bail, Result};
+
+/// Which ops attention runs on; chosen per [`Cache`](super::Cache), so both can run in one process on the same weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AttentionPath {
+    /// Plain candle ops everywhere: [`crate::attention::reference`].
+    Reference,
+    /// [`crate::attention_d512`] for a single token in full layers; plain ops for prompts and in sliding layers.
+    Fused,
+}
+
+impl Default for AttentionPath {
+    /// `Fused` with the feature `fused` (on by default), else `Reference`.
+    fn default() -> Self {
+        match cfg!(feature = "fused") {
+            true => Self::Fused,
+            false => Self::Reference,
+        }
+    }
+}
+
+impl AttentionPath {
+    pub const ALL: [Self; 2] = [Self::Reference, Self::Fused];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Reference => "reference",
+            Self::Fused => "fused",
+        }
+    }
+
+    /// Fails with the reason if a model of this configuration can't run on this path.
+    pub fn check(self, config: &Config) -> Result<()> {
+        if self == Self::Reference {
+            return Ok(());
+        }
+        for (i, layer) in config.layers.iter().enumerate() {
+            if layer.kind == LayerKind::Full && layer.head_dim != 512 {
+                bail!(
+                    "gemma4: the {self} path has ops for head_dim 512, full-attention layer {i} has {}; want the {} path",
+                    layer.head_dim,
+                    Self::Reference
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Display for AttentionPath {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for AttentionPath {
+    type Err = candle::Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match Self::ALL.into_iter().find(|path| path.name() == name) {
+            Some(path) => Ok(path),
+            None => bail!(
+                "attention path is {name:?}, want one of {:?}",
+                Self::ALL.map(Self::name)
+            ),
+        }
+    }
+}
