@@ -1,1 +1,133 @@
-fn main() {}
+//! Gemma 4 on candle's plain ops or on the fused ops of this crate; `--help` tells the rest.
+
+mod ab;
+mod args;
+mod checkpoint;
+mod memory;
+mod prompt;
+mod report;
+mod run;
+mod source;
+mod stream;
+
+use anyhow::{bail, Result};
+use args::Args;
+use candle::utils::{cuda_is_available, metal_is_available};
+use candle::{DType, Device};
+use checkpoint::Checkpoint;
+use clap::Parser;
+use gem::models::gemma4::{Cache, Model};
+use memory::human;
+use std::time::Instant;
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let _trace = args.tracing.then(start_trace);
+    if args.list_devices {
+        return list_devices();
+    }
+    let device = device(&args)?;
+    device.with_context(|| run(&args, &device))
+}
+
+fn run(args: &Args, device: &Device) -> Result<()> {
+    let prompt = source::read(args)?;
+    let Checkpoint {
+        config,
+        mut tokenizer,
+        stop,
+        weights,
+    } = Checkpoint::open(args)?;
+    let ids = prompt.encode(&mut tokenizer, config.bos_token_id)?;
+    let stop = prompt
+        .stop(&tokenizer)
+        .into_iter()
+        .fold(stop, |stop, id| stop.with(id));
+    let dtype = match args.dtype {
+        Some(dtype) => dtype.into(),
+        None if device.is_cpu() => DType::F32,
+        None => DType::BF16,
+    };
+    let context = ids.len() + args.sample_len;
+    let limit = args.max_context.unwrap_or(config.max_position_embeddings);
+    if ids.len() > limit {
+        bail!(
+            "the prompt has {} tokens, want at most the context of {limit}",
+            ids.len()
+        );
+    }
+    let path = args.attention.unwrap_or_default();
+    path.check(&config)?;
+    let shapes = config.tensor_shapes();
+    if !args.quiet {
+        let elements: usize = shapes
+            .iter()
+            .map(|(_, shape)| shape.iter().product::<usize>())
+            .sum();
+        let (sliding, full) = Cache::planned_bytes(&config, context.min(limit), dtype);
+        eprintln!(
+            "planned memory: weights {}, caches {} for {} tokens, {dtype:?}",
+            human((elements * dtype.size_in_bytes()) as u64),
+            human((sliding + full) as u64),
+            context.min(limit)
+        );
+    }
+    let start = Instant::now();
+    let model = Model::new(&config, weights.var_builder(dtype, device))?;
+    if !args.quiet {
+        eprintln!(
+            "loaded {} tensors in {:.2} s",
+            shapes.len(),
+            start.elapsed().as_secs_f64()
+        );
+    }
+    if args.ab {
+        let comparison = ab::compare(&model, &ids, &stop, args)?;
+        if args.json.as_deref() != Some("-".as_ref()) {
+            print!("{}", comparison.table());
+        }
+        if let Some(file) = &args.json {
+            report::write(file, &report::comparison_json(&model, &comparison))?;
+        }
+        return Ok(());
+    }
+    let run = run::run(&model, &tokenizer, &ids, &stop, path, args)?;
+    if let Some(file) = &args.json {
+        report::write(file, &report::run_json(&model, &run))?;
+    }
+    if !args.quiet {
+        report::print(&run);
+    }
+    Ok(())
+}
+
+fn device(args: &Args) -> Result<Device> {
+    if args.cpu {
+        Ok(Device::Cpu)
+    } else if cuda_is_available() {
+        Ok(Device::new_cuda(0)?)
+    } else if metal_is_available() {
+        Ok(Device::new_metal(0)?)
+    } else {
+        Ok(Device::Cpu)
+    }
+}
+
+fn list_devices() -> Result<()> {
+    println!("cpu ({} threads)", candle::utils::get_num_threads());
+    if cuda_is_available() {
+        println!("cuda:0");
+    }
+    if metal_is_available() {
+        println!("metal:0");
+    }
+    Ok(())
+}
+
+/// Spans go to the trace until the guard is dropped at the end of the program.
+fn start_trace() -> tracing_chrome::FlushGuard {
+    use tracing_subscriber::prelude::*;
+    let (layer, guard) = tracing_chrome::ChromeLayerBuilder::new().build();
+    tracing_subscriber::registry().with(layer).init();
+    guard
+}

@@ -6,12 +6,16 @@ mod attention_oracle;
 mod attention_refusals;
 mod attention_support;
 mod attention_views;
+mod cli;
 mod common;
 mod config;
+#[path = "../../examples/gemma4/prompt.rs"]
+mod example_prompt;
 mod fixture_model;
 mod fixtures;
 mod generation;
 mod kv_cache;
+mod prompt;
 mod reference_attention;
 mod rope;
 mod trained_model;

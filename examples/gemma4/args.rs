@@ -1,0 +1,142 @@
+//! The command line: candle's own flag names where candle has one.
+
+use clap::{Parser, ValueEnum};
+use gem::models::gemma4::AttentionPath;
+use std::path::PathBuf;
+
+/// Gemma 4 on candle's plain ops or on the fused ops of candle-gem.
+///
+/// Without arguments: the small trained model of this repository reads a text of about 6,000 tokens, is asked for the three
+/// secret words hidden in it, and answers. No network is used. The generated text goes to stdout, everything else to stderr.
+#[derive(Debug, Parser)]
+#[command(name = "gemma4", version)]
+pub struct Args {
+    /// Text to continue; control tokens such as <bos> in it are recognised.
+    #[arg(long, conflicts_with = "prompt_file")]
+    pub prompt: Option<String>,
+
+    /// File with the text to continue, - for stdin.
+    #[arg(long, value_name = "FILE")]
+    pub prompt_file: Option<PathBuf>,
+
+    /// Make the prompt a user turn; control tokens in it stay plain text.
+    #[arg(long)]
+    pub chat: bool,
+
+    /// Attention path [default: fused, or reference in a build with --no-default-features].
+    #[arg(long, value_name = "PATH", value_parser = parse_path)]
+    pub attention: Option<AttentionPath>,
+
+    /// Run every attention path on the same prompt, token by token in turn, and print a table. Greedy.
+    #[arg(long, conflicts_with_all = ["attention", "temperature", "top_p", "top_k", "repeat_penalty"])]
+    pub ab: bool,
+
+    /// Most tokens to generate.
+    #[arg(short = 'n', long, default_value_t = 512, value_parser = at_least_one)]
+    pub sample_len: usize,
+
+    /// Sampling temperature; greedy if left out.
+    #[arg(long, value_parser = positive)]
+    pub temperature: Option<f64>,
+
+    /// Sample from the likeliest tokens that make up this probability.
+    #[arg(long, requires = "temperature", value_parser = positive)]
+    pub top_p: Option<f64>,
+
+    /// Sample from this many of the likeliest tokens.
+    #[arg(long, requires = "temperature", value_parser = at_least_one)]
+    pub top_k: Option<usize>,
+
+    #[arg(long, default_value_t = 299792458)]
+    pub seed: u64,
+
+    /// Penalty on tokens that were said before, 1 for none.
+    #[arg(long, default_value_t = 1.0)]
+    pub repeat_penalty: f32,
+
+    /// How many of the last tokens the penalty looks at.
+    #[arg(long, default_value_t = 64)]
+    pub repeat_last_n: usize,
+
+    /// Safetensors files of the model, or one folder that holds them [default: the model of this repository].
+    #[arg(long, value_name = "FILES", value_delimiter = ',')]
+    pub weight_files: Option<Vec<PathBuf>>,
+
+    /// [default: config.json beside the weights].
+    #[arg(long, value_name = "FILE")]
+    pub config_file: Option<PathBuf>,
+
+    /// [default: tokenizer.json beside the weights].
+    #[arg(long, value_name = "FILE")]
+    pub tokenizer_file: Option<PathBuf>,
+
+    /// Type of matrix products and caches [default: f32 on the CPU, else bf16].
+    #[arg(long, value_enum)]
+    pub dtype: Option<WeightType>,
+
+    /// Most tokens of prompt and answer together [default: what the model was made for].
+    #[arg(long, value_parser = at_least_one)]
+    pub max_context: Option<usize>,
+
+    /// Feed the prompt in chunks of so many tokens; bounds the memory for activations.
+    #[arg(long, default_value_t = 512, value_parser = at_least_one)]
+    pub prefill_chunk: usize,
+
+    /// Run on the CPU even if a GPU is there.
+    #[arg(long)]
+    pub cpu: bool,
+
+    /// Write a report as JSON to FILE; without FILE, to stdout in place of the text.
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+
+    /// Write a trace for chrome://tracing to the current folder.
+    #[arg(long)]
+    pub tracing: bool,
+
+    /// Only the text, no rates.
+    #[arg(short, long)]
+    pub quiet: bool,
+
+    /// List the devices that this build can use.
+    #[arg(long)]
+    pub list_devices: bool,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum WeightType {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<WeightType> for candle::DType {
+    fn from(dtype: WeightType) -> Self {
+        match dtype {
+            WeightType::F32 => Self::F32,
+            WeightType::Bf16 => Self::BF16,
+            WeightType::F16 => Self::F16,
+        }
+    }
+}
+
+fn parse_path(name: &str) -> Result<AttentionPath, String> {
+    let names = AttentionPath::ALL.map(AttentionPath::name);
+    name.parse().map_err(|_| format!("want one of {names:?}"))
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("want at least 1".into()),
+        Ok(n) => Ok(n),
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(x) if x.is_finite() && x > 0.0 => Ok(x),
+        Ok(_) => Err("want a positive number".into()),
+        Err(e) => Err(e.to_string()),
+    }
+}

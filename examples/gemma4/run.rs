@@ -1,0 +1,129 @@
+//! One prompt on one attention path: prefill, then the answer token by token.
+
+use crate::args::Args;
+use crate::stream::TextStream;
+use anyhow::Result;
+use candle::Tensor;
+use candle_transformers::generation::{LogitsProcessor, Sampling};
+use candle_transformers::utils::apply_repeat_penalty;
+use gem::models::gemma4::{generate, AttentionPath, Cache, Finish, Model, StopTokens};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::cell::RefCell;
+use std::time::Instant;
+use tokenizers::Tokenizer;
+
+pub struct Run {
+    pub path: AttentionPath,
+    pub prompt_tokens: usize,
+    pub prompt_seconds: f64,
+    pub generated: Vec<u32>,
+    pub generated_seconds: f64,
+    pub text: String,
+    pub finish: Finish,
+    /// Sliding layers, full layers.
+    pub cache_bytes: (usize, usize),
+}
+
+/// A cache with room for the prompt and the answer, or an error before any work.
+pub fn new_cache(model: &Model, path: AttentionPath, args: &Args, prompt: &[u32]) -> Result<Cache> {
+    let mut cache = model.new_cache(path)?;
+    if let Some(max_context) = args.max_context {
+        cache = cache.with_max_context(max_context)?;
+    }
+    cache.check_room(prompt.len())?;
+    cache.reserve(prompt.len() + args.sample_len);
+    Ok(cache)
+}
+
+/// Feeds the prompt in chunks; logits `(vocab)` of its last token, and the seconds it took.
+pub fn prefill(
+    model: &Model,
+    cache: &mut Cache,
+    prompt: &[u32],
+    args: &Args,
+) -> Result<(Tensor, f64)> {
+    let bar = match args.quiet {
+        true => ProgressBar::hidden(),
+        false => ProgressBar::new(prompt.len() as u64),
+    };
+    let style =
+        ProgressStyle::with_template("reading the prompt {bar:40} {pos}/{len} tokens, {eta} left")?;
+    bar.set_style(style);
+    let start = Instant::now();
+    let mut logits = None;
+    for chunk in prompt.chunks(args.prefill_chunk) {
+        logits = Some(feed(model, cache, chunk)?);
+        bar.inc(chunk.len() as u64);
+    }
+    bar.finish_and_clear();
+    let logits = logits.ok_or_else(|| anyhow::anyhow!("the prompt has no tokens"))?;
+    Ok((logits, start.elapsed().as_secs_f64()))
+}
+
+/// Logits `(vocab)` after `tokens`.
+pub fn feed(model: &Model, cache: &mut Cache, tokens: &[u32]) -> candle::Result<Tensor> {
+    let input = Tensor::new(tokens, model.device())?.unsqueeze(0)?;
+    model
+        .forward(&input, cache)?
+        .squeeze(0)?
+        .to_device(&candle::Device::Cpu)
+}
+
+pub fn run(
+    model: &Model,
+    tokenizer: &Tokenizer,
+    prompt: &[u32],
+    stop: &StopTokens,
+    path: AttentionPath,
+    args: &Args,
+) -> Result<Run> {
+    let mut cache = new_cache(model, path, args, prompt)?;
+    let (logits, prompt_seconds) = prefill(model, &mut cache, prompt, args)?;
+    let room = cache.max_context() - cache.len();
+    let mut sampler = LogitsProcessor::from_sampling(args.seed, sampling(args));
+    let mut stream = TextStream::new(tokenizer, args.json.as_deref() != Some("-".as_ref()));
+    let said = RefCell::new(prompt.to_vec());
+    let start = Instant::now();
+    let finish = generate(
+        logits,
+        args.sample_len,
+        room,
+        stop,
+        |logits| {
+            let said = said.borrow();
+            let recent = &said[said.len().saturating_sub(args.repeat_last_n)..];
+            match args.repeat_penalty {
+                1.0 => sampler.sample(logits),
+                penalty => sampler.sample(&apply_repeat_penalty(logits, penalty, recent)?),
+            }
+        },
+        |id| {
+            said.borrow_mut().push(id);
+            stream.push(id)
+        },
+        |id| feed(model, &mut cache, &[id]),
+    )?;
+    let generated_seconds = start.elapsed().as_secs_f64();
+    let text = stream.finish()?;
+    let generated = said.into_inner().split_off(prompt.len());
+    Ok(Run {
+        path,
+        prompt_tokens: prompt.len(),
+        prompt_seconds,
+        generated,
+        generated_seconds,
+        text,
+        finish,
+        cache_bytes: cache.bytes(),
+    })
+}
+
+fn sampling(args: &Args) -> Sampling {
+    match (args.temperature, args.top_k, args.top_p) {
+        (None, _, _) => Sampling::ArgMax,
+        (Some(temperature), None, None) => Sampling::All { temperature },
+        (Some(temperature), Some(k), None) => Sampling::TopK { k, temperature },
+        (Some(temperature), None, Some(p)) => Sampling::TopP { p, temperature },
+        (Some(temperature), Some(k), Some(p)) => Sampling::TopKThenTopP { k, p, temperature },
+    }
+}

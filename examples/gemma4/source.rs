@@ -1,0 +1,36 @@
+//! Where the prompt comes from.
+
+use crate::args::Args;
+use crate::prompt::Prompt;
+use anyhow::{bail, Context, Result};
+use std::io::Read;
+use std::path::Path;
+
+/// A text that hides three secret words, for the model of this repository.
+const DEMO: &str = include_str!("../../assets/tiny-gemma4/demo.txt");
+const DEMO_QUESTION: &str = "What are the secret words?";
+
+pub fn read(args: &Args) -> Result<Prompt> {
+    let text = match (&args.prompt, &args.prompt_file) {
+        (Some(text), _) => text.clone(),
+        (None, Some(path)) if path == Path::new("-") => {
+            let mut text = String::new();
+            std::io::stdin()
+                .read_to_string(&mut text)
+                .context("the prompt on stdin")?;
+            text
+        }
+        (None, Some(path)) => {
+            std::fs::read_to_string(path).with_context(|| path.display().to_string())?
+        }
+        (None, None) if args.weight_files.is_some() => {
+            bail!("--weight-files needs --prompt or --prompt-file: the built-in text is for the built-in model")
+        }
+        (None, None) => return Ok(Prompt::User(format!("{DEMO}\n{DEMO_QUESTION}"))),
+    };
+    Ok(if args.chat {
+        Prompt::User(text)
+    } else {
+        Prompt::Raw(text)
+    })
+}

@@ -1,0 +1,276 @@
+//! The `gemma4` example as its users run it: text on stdout, everything else on stderr, an exit status that tells.
+
+use crate::common::trained_model;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+/// Cargo builds the examples beside the tests.
+fn program() -> PathBuf {
+    let tests = std::env::current_exe().unwrap();
+    let program = tests.ancestors().nth(2).unwrap().join("examples/gemma4");
+    assert!(
+        program.exists(),
+        "{} is missing: cargo build --release --examples makes it",
+        program.display()
+    );
+    program
+}
+
+struct Output {
+    success: bool,
+    stdout: String,
+    stderr: String,
+}
+
+fn gemma4(args: &[&str]) -> Output {
+    gemma4_with_stdin(args, "")
+}
+
+fn gemma4_with_stdin(args: &[&str], stdin: &str) -> Output {
+    let mut child = Command::new(program())
+        .args(args)
+        .env("RUST_BACKTRACE", "0")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(stdin.as_bytes())
+        .unwrap();
+    let output = child.wait_with_output().unwrap();
+    Output {
+        success: output.status.success(),
+        stdout: String::from_utf8(output.stdout).unwrap(),
+        stderr: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+/// The three words that the built-in text hides.
+fn secret_answer() -> String {
+    let demo = std::fs::read_to_string(trained_model().join("demo.txt")).unwrap();
+    let sentence = demo
+        .split("The secret words are ")
+        .nth(1)
+        .unwrap()
+        .split('.')
+        .next()
+        .unwrap();
+    format!("The secret words are {sentence}.\n")
+}
+
+#[test]
+fn without_arguments_it_finds_the_secret_words_and_prints_nothing_else() {
+    let out = gemma4(&[]);
+    assert!(out.success, "{}", out.stderr);
+    assert_eq!(out.stdout, secret_answer());
+    assert!(
+        out.stderr.contains("prompt tokens processed: "),
+        "{}",
+        out.stderr
+    );
+    assert!(out.stderr.contains("tokens generated: "), "{}", out.stderr);
+    assert!(out.stderr.contains("finish: stop"), "{}", out.stderr);
+    let path = if cfg!(feature = "fused") {
+        "attention fused: attention_d512"
+    } else {
+        "attention reference: plain"
+    };
+    assert!(out.stderr.contains(path), "{}", out.stderr);
+}
+
+#[test]
+fn both_paths_continue_a_story_with_the_same_text() {
+    let story = [
+        "--prompt",
+        "Once upon a time there was",
+        "-n",
+        "24",
+        "--quiet",
+        "--attention",
+    ];
+    let texts = ["reference", "fused"].map(|path| gemma4(&[&story[..], &[path]].concat()));
+    for out in &texts {
+        assert!(out.success, "{}", out.stderr);
+        assert!(
+            out.stdout.starts_with(" a man who had a wife"),
+            "{}",
+            out.stdout
+        );
+        assert_eq!(out.stderr, "");
+    }
+    assert_eq!(texts[0].stdout, texts[1].stdout);
+}
+
+#[test]
+fn a_prompt_from_stdin_or_a_file_is_the_prompt_itself() {
+    let prompt = "The old king called his three sons";
+    let expected = gemma4(&["--prompt", prompt, "-n", "12", "-q"]).stdout;
+    assert!(!expected.trim().is_empty());
+    assert_eq!(
+        gemma4_with_stdin(&["--prompt-file", "-", "-n", "12", "-q"], prompt).stdout,
+        expected
+    );
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(prompt.as_bytes()).unwrap();
+    assert_eq!(
+        gemma4(&[
+            "--prompt-file",
+            file.path().to_str().unwrap(),
+            "-n",
+            "12",
+            "-q"
+        ])
+        .stdout,
+        expected
+    );
+}
+
+#[test]
+fn the_same_seed_samples_the_same_text() {
+    let sample = |seed| {
+        let out = gemma4(&[
+            "--prompt",
+            "Once",
+            "-n",
+            "20",
+            "-q",
+            "--temperature",
+            "1.2",
+            "--top-k",
+            "50",
+            "--top-p",
+            "0.95",
+            "--seed",
+            seed,
+        ]);
+        assert!(out.success, "{}", out.stderr);
+        out.stdout
+    };
+    assert_eq!(sample("7"), sample("7"));
+    assert_ne!(sample("7"), sample("8"));
+}
+
+#[test]
+fn ab_says_that_both_paths_give_the_same_tokens() {
+    let out = gemma4(&["--ab", "--prompt", "Once upon a time there was", "-n", "16"]);
+    assert!(out.success, "{}", out.stderr);
+    let rows: Vec<_> = out
+        .stdout
+        .lines()
+        .skip(2)
+        .map(|row| row.split('|').map(str::trim).collect::<Vec<_>>())
+        .collect();
+    assert_eq!(rows.len(), 2, "{}", out.stdout);
+    assert_eq!((rows[0][1], rows[1][1]), ("reference", "fused"));
+    for row in rows {
+        assert_eq!(row[4], "all 16");
+        assert!(row[5].parse::<f32>().unwrap() < 1e-3, "{}", out.stdout);
+        assert!(row[2].parse::<f64>().unwrap() > 0.0 && row[3].parse::<f64>().unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn json_goes_to_stdout_alone_or_to_a_file_beside_the_text() {
+    let out = gemma4(&[
+        "--prompt",
+        "Once upon a time there was",
+        "-n",
+        "5",
+        "--json",
+    ]);
+    assert!(out.success, "{}", out.stderr);
+    let report: serde_json::Value = serde_json::from_str(&out.stdout).unwrap();
+    assert_eq!(
+        (
+            report["generated_tokens"].as_u64(),
+            report["finish"].as_str()
+        ),
+        (Some(5), Some("length"))
+    );
+    assert!(report["text"].as_str().unwrap().starts_with(" a man"));
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("report.json");
+    let out = gemma4(&[
+        "--prompt",
+        "Once upon a time there was",
+        "-n",
+        "5",
+        "--json",
+        file.to_str().unwrap(),
+    ]);
+    assert!(out.stdout.starts_with(" a man"));
+    let beside: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    assert_eq!(beside["generated_ids"], report["generated_ids"]);
+}
+
+#[test]
+fn the_context_limit_ends_an_answer_and_says_so() {
+    let out = gemma4(&[
+        "--prompt",
+        "Once upon a time there was",
+        "-n",
+        "50",
+        "--max-context",
+        "12",
+    ]);
+    assert!(out.success, "{}", out.stderr);
+    assert!(out.stderr.contains("6 tokens generated"), "{}", out.stderr);
+    assert!(
+        out.stderr.contains("finish: context full"),
+        "{}",
+        out.stderr
+    );
+}
+
+#[test]
+fn mistakes_are_named_before_any_work_and_fail() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("none.safetensors");
+    let missing = missing.to_str().unwrap();
+    let cases: [(&[&str], &str); 12] = [
+        (
+            &["--attention", "flash"],
+            "want one of [\"reference\", \"fused\"]",
+        ),
+        (
+            &["--prompt", "a", "--prompt-file", "b"],
+            "cannot be used with",
+        ),
+        (&["--prompt-file", "no/such/file"], "no/such/file"),
+        (&["--top-p", "0.9"], "--temperature"),
+        (&["--temperature", "nan"], "want a positive number"),
+        (&["-n", "0"], "want at least 1"),
+        (&["--prefill-chunk", "0"], "want at least 1"),
+        (
+            &["--max-context", "100"],
+            "the prompt has 5904 tokens, want at most the context of 100",
+        ),
+        (
+            &["--prompt", "a", "--max-context", "200000"],
+            "max context is 200000, want 1 to 131072",
+        ),
+        (
+            &["--prompt", "a", "--weight-files", missing],
+            "none.safetensors",
+        ),
+        (&["--weight-files", "x"], "--weight-files needs --prompt"),
+        (&["--ab", "--temperature", "1"], "cannot be used with"),
+    ];
+    for (args, message) in cases {
+        let out = gemma4(args);
+        assert!(!out.success, "{args:?} succeeded");
+        assert!(out.stderr.contains(message), "{args:?}: {}", out.stderr);
+        assert!(!out.stderr.contains("panicked"), "{args:?}: {}", out.stderr);
+        assert_eq!(out.stdout, "", "{args:?}");
+    }
+}
+
+#[test]
+fn help_lists_every_flag() {
+    insta::assert_snapshot!(gemma4(&["--help"]).stdout);
+}
