@@ -15,37 +15,54 @@ const LENGTH: &str = "GEM_MEMORY_BENCH_LENGTH";
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
+/// One length: megabytes of the whole process, and of the caches in it.
+struct Point {
+    tokens: f64,
+    peak: f64,
+    caches: f64,
+}
+
 fn main() -> Outcome<()> {
     if let Ok(length) = std::env::var(LENGTH) {
         println!("{}", read_prompt(length.parse()?)?);
         return Ok(());
     }
-    let mut peaks = vec![];
-    println!("| prompt tokens | peak memory MiB | caches MiB | a T x T mask alone would take MiB |\n|---:|---:|---:|---:|");
-    let config = Config::from_file(folder().join("config.json"))?;
+    println!("| prompt tokens | peak MiB | of it caches MiB | the rest MiB | one T x T mask would be MiB |");
+    println!("|---:|---:|---:|---:|---:|");
+    let mut points = vec![];
     for length in LENGTHS {
-        let output = Command::new(std::env::current_exe()?)
-            .env(LENGTH, length.to_string())
-            .output()?;
-        let text = String::from_utf8(output.stdout)?;
-        let peak: u64 = text.trim().parse().map_err(|e| {
+        let point = measure(length)?;
+        let mask = mib(4 * (length as u64).pow(2));
+        let Point { peak, caches, .. } = point;
+        println!(
+            "| {length} | {peak:.0} | {caches:.0} | {:.0} | {mask:.0} |",
+            peak - caches
+        );
+        points.push(point);
+    }
+    plot(&points)
+}
+
+fn measure(length: usize) -> Outcome<Point> {
+    let output = Command::new(std::env::current_exe()?)
+        .env(LENGTH, length.to_string())
+        .output()?;
+    let peak: u64 = String::from_utf8(output.stdout)?
+        .trim()
+        .parse()
+        .map_err(|e| {
             format!(
-                "{length} tokens: {e}, stderr: {}",
+                "{length} tokens: {e}: {}",
                 String::from_utf8_lossy(&output.stderr)
             )
         })?;
-        let (sliding, full) = Cache::planned_bytes(&config, length, DType::F32);
-        println!(
-            "| {length} | {:.1} | {:.1} | {:.0} |",
-            mib(peak),
-            mib((sliding + full) as u64),
-            mib(4 * (length as u64).pow(2))
-        );
-        peaks.push((length as f64, mib(peak)));
-    }
-    let (slope, intercept, worst) = line(&peaks);
-    println!("\nline: {intercept:.1} MiB + {:.2} KiB a token; no point is further than {worst:.1} MiB from it", slope * 1024.0);
-    plot(&peaks, |x| intercept + slope * x)
+    let config = Config::from_file(folder().join("config.json"))?;
+    let (sliding, full) = Cache::planned_bytes(&config, length, DType::F32);
+    Ok(Point {
+        tokens: length as f64,
+        peak: mib(peak),
+        caches: mib((sliding + full) as u64),
+    })
 }
 
 fn folder() -> &'static Path {
@@ -70,58 +87,53 @@ fn read_prompt(length: usize) -> Outcome<u64> {
     let input = Tensor::new(ids, &Device::Cpu)?.unsqueeze(0)?;
     model.prefill(&input, CHUNK, &mut cache)?;
     let status = std::fs::read_to_string("/proc/self/status")?;
-    let peak = status
-        .lines()
-        .find_map(|line| line.strip_prefix("VmHWM:"))
-        .ok_or("no VmHWM in /proc/self/status")?;
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let peak = peak.ok_or("no VmHWM in /proc/self/status")?;
     Ok(1024 * peak.trim().trim_end_matches("kB").trim().parse::<u64>()?)
 }
 
-/// Least squares: slope, intercept and the largest distance of a point.
-fn line(points: &[(f64, f64)]) -> (f64, f64, f64) {
-    let n = points.len() as f64;
-    let (x, y) = points
-        .iter()
-        .fold((0.0, 0.0), |(x, y), p| (x + p.0 / n, y + p.1 / n));
-    let slope = points.iter().map(|p| (p.0 - x) * (p.1 - y)).sum::<f64>()
-        / points.iter().map(|p| (p.0 - x).powi(2)).sum::<f64>();
-    let intercept = y - slope * x;
-    let worst = points
-        .iter()
-        .map(|p| (p.1 - intercept - slope * p.0).abs())
-        .fold(0.0, f64::max);
-    (slope, intercept, worst)
-}
-
-fn plot(peaks: &[(f64, f64)], fitted: impl Fn(f64) -> f64) -> Outcome<()> {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/memory.svg");
+fn plot(points: &[Point]) -> Outcome<()> {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
+    std::fs::create_dir_all(&docs)?;
+    let file = docs.join("memory.svg");
     let root = SVGBackend::new(&file, (720, 420)).into_drawing_area();
     root.fill(&WHITE)?;
-    let (longest, highest) = peaks
-        .iter()
-        .fold((0.0f64, 0.0f64), |(x, y), p| (x.max(p.0), y.max(p.1)));
+    let longest = points.iter().map(|p| p.tokens).fold(0.0, f64::max);
+    let highest = points.iter().map(|p| p.peak).fold(0.0, f64::max);
+    let title = "Memory of reading a prompt: trained model, f32, chunks of 512 tokens";
     let mut chart = ChartBuilder::on(&root)
         .margin(16)
-        .caption(
-            "Peak memory of reading a prompt, tiny-gemma4 in f32, chunks of 512",
-            ("sans-serif", 18),
-        )
+        .caption(title, ("sans-serif", 18))
         .x_label_area_size(44)
         .y_label_area_size(64)
         .build_cartesian_2d(0.0..longest * 1.05, 0.0..highest * 1.15)?;
     chart
         .configure_mesh()
         .x_desc("prompt tokens")
-        .y_desc("peak memory, MiB")
+        .y_desc("MiB")
         .x_label_formatter(&|x| format!("{x:.0}"))
         .y_label_formatter(&|y| format!("{y:.0}"))
         .light_line_style(WHITE)
         .draw()?;
-    chart.draw_series(LineSeries::new(
-        [0.0, longest].map(|x| (x, fitted(x))),
-        BLACK.mix(0.4),
-    ))?;
-    chart.draw_series(peaks.iter().map(|&p| Circle::new(p, 4, BLUE.filled())))?;
+    let peaks = points.iter().map(|p| (p.tokens, p.peak)).collect();
+    let caches = points.iter().map(|p| (p.tokens, p.caches)).collect();
+    let series: [(&str, RGBColor, Vec<(f64, f64)>); 2] = [
+        ("peak of the process", BLUE, peaks),
+        ("of it caches", RED, caches),
+    ];
+    for (name, color, line) in series {
+        chart.draw_series(line.iter().map(|&p| Circle::new(p, 4, color.filled())))?;
+        chart
+            .draw_series(LineSeries::new(line, color))?
+            .label(name)
+            .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 20, y)], color));
+    }
+    let mut labels = chart.configure_series_labels();
+    labels
+        .position(SeriesLabelPosition::UpperLeft)
+        .background_style(WHITE)
+        .border_style(BLACK.mix(0.3));
+    labels.draw()?;
     root.present()?;
     println!("wrote docs/memory.svg");
     Ok(())

@@ -129,7 +129,13 @@ pub fn attention(
         let q = q.narrow(2, start, len)?.contiguous()?;
         let q = q.reshape((batch, kv_heads, q_heads / kv_heads * len, head_dim))?;
         let (k, v) = (k.narrow(2, lo, hi - lo)?, v.narrow(2, lo, hi - lo)?);
-        let scores = (q.matmul(&k.transpose(2, 3)?)?.to_dtype(DType::F32)? * softmax_scale as f64)?;
+        let scores = q.matmul(&k.transpose(2, 3)?)?.to_dtype(DType::F32)?;
+        // Gemma's scale is 1: a pass over all scores for nothing.
+        let scores = if softmax_scale == 1.0 {
+            scores
+        } else {
+            (scores * softmax_scale as f64)?
+        };
         let scores = match mask {
             None => scores,
             Some(mask) => {
