@@ -1,4 +1,37 @@
-//! Fused attention for candle at head_dim 512, and a Gemma 4 that runs on it or on plain ops.
+//! Fused attention for candle at head_dim 512, and a Gemma 4 that runs on it or on candle's plain ops.
+//!
+//! [`attention_d512`] is exact softmax attention that reads each key and value row once for all query heads of its KV head.
+//! [`models::gemma4`] is a Gemma 4 text decoder whose [cache](models::gemma4::Cache) chooses between that op and
+//! [plain ops](attention::reference), so that both can run in one process on the same weights.
+//!
+//! ```
+//! use candle::{Device, Tensor};
+//! use gem::models::gemma4::{AttentionPath, Config, Model, Weights};
+//!
+//! # fn main() -> candle::Result<()> {
+//! let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-gemma4");
+//! let config = Config::from_file(format!("{folder}/config.json"))?;
+//! let weights = Weights::open_dir(folder)?;
+//! weights.check(&config.tensor_shapes())?;
+//! let model = Model::new(&config, weights.var_builder(candle::DType::F32, &Device::Cpu))?;
+//!
+//! let prompt = Tensor::new(&[[2u32, 3007, 755, 347, 644, 542, 396]], &Device::Cpu)?; // <bos>Once upon a time there was
+//! let mut next = vec![];
+//! for path in [AttentionPath::Reference, AttentionPath::Fused] {
+//!     let mut cache = model.new_cache(path)?;
+//!     let logits = model.forward(&prompt, &mut cache)?; // (batch, vocab)
+//!     next.push(logits.argmax(1)?.to_vec1::<u32>()?);
+//! }
+//! assert_eq!(next, [[347], [347]]); // " a"
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Features
+//!
+//! | feature | default | effect |
+//! |---|---|---|
+//! | `fused` | yes | [`AttentionPath::default()`](models::gemma4::AttentionPath) is the fused path; both are always compiled |
 
 pub mod attention;
 pub mod models;
