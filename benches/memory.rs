@@ -115,19 +115,17 @@ fn plot(points: &[Point]) -> Outcome<()> {
         .y_label_formatter(&|y| format!("{y:.0}"))
         .light_line_style(WHITE)
         .draw()?;
-    let peaks = points.iter().map(|p| (p.tokens, p.peak)).collect();
-    let caches = points.iter().map(|p| (p.tokens, p.caches)).collect();
-    let series: [(&str, RGBColor, Vec<(f64, f64)>); 2] = [
-        ("peak of the process", BLUE, peaks),
-        ("of it caches", RED, caches),
-    ];
-    for (name, color, line) in series {
+    let mut draw = |name: &str, color: RGBColor, megabytes: fn(&Point) -> f64| -> Outcome<()> {
+        let line: Vec<(f64, f64)> = points.iter().map(|p| (p.tokens, megabytes(p))).collect();
         chart.draw_series(line.iter().map(|&p| Circle::new(p, 4, color.filled())))?;
         chart
             .draw_series(LineSeries::new(line, color))?
             .label(name)
             .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 20, y)], color));
-    }
+        Ok(())
+    };
+    draw("peak of the process", BLUE, |p| p.peak)?;
+    draw("of it caches", RED, |p| p.caches)?;
     let mut labels = chart.configure_series_labels();
     labels
         .position(SeriesLabelPosition::UpperLeft)

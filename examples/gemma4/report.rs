@@ -17,7 +17,7 @@ pub fn described(path: AttentionPath) -> &'static str {
     match path {
         AttentionPath::Reference => "reference: plain candle ops in every layer",
         AttentionPath::Fused => {
-            "fused: attention_d512 for generated tokens in full-attention layers, plain candle ops elsewhere"
+            "fused: attention_d512 in full-attention layers, plain candle ops elsewhere"
         }
     }
 }

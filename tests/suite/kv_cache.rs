@@ -5,7 +5,7 @@
 
 use crate::common::message;
 use candle::{DType, Device, Result, Tensor};
-use gem::attention::reference::{self, Visible};
+use gem::attention::reference;
 use gem::models::gemma4::{LayerCache, LayerKind};
 
 const DIM: usize = 4;
@@ -20,20 +20,8 @@ fn kv(positions: std::ops::Range<usize>) -> (Tensor, Tensor) {
 fn feed(cache: &mut LayerCache, tokens: usize) -> Result<Vec<f32>> {
     let at = cache.len();
     let (k, v) = kv(at..at + tokens);
-    let window = match cache.kind() {
-        LayerKind::Sliding { window } => Some(window),
-        LayerKind::Full => None,
-    };
     let view = cache.append(&k, &v)?;
-    let visible = match view.first {
-        Some(first_key) => Visible::Causal {
-            first_query: at,
-            first_key,
-            window,
-        },
-        None => Visible::All,
-    };
-    let out = reference::attention(&k, &view.k, &view.v, 1.0, visible)?;
+    let out = reference::attention(&k, &view.k, &view.v, 1.0, view.visible)?;
     out.narrow(3, 0, 1)?.flatten_all()?.to_vec1()
 }
 
@@ -153,16 +141,9 @@ fn a_key_leaves_the_window_exactly_when_it_should() {
                 Tensor::from_vec(values, shape, &Device::Cpu).unwrap(),
             );
             let view = cache.append(&k, &v).unwrap();
-            let visible = match view.first {
-                Some(first_key) => Visible::Causal {
-                    first_query: at,
-                    first_key,
-                    window: Some(window),
-                },
-                None => Visible::All,
-            };
-            let out = reference::attention(&k.ones_like().unwrap(), &view.k, &view.v, 1.0, visible)
-                .unwrap();
+            let out =
+                reference::attention(&k.ones_like().unwrap(), &view.k, &view.v, 1.0, view.visible)
+                    .unwrap();
             outputs.extend(
                 out.narrow(3, 0, 1)
                     .unwrap()

@@ -4,7 +4,7 @@ use super::config::{Config, LayerConfig, LayerKind};
 use super::layer_cache::LayerCache;
 use super::norm::RmsNorm;
 use super::path::AttentionPath;
-use crate::attention::reference::{self, Visible};
+use crate::attention::reference;
 use candle::{DType, Module, Result, Tensor};
 use candle_nn::{linear_no_bias, Linear, VarBuilder};
 
@@ -58,7 +58,6 @@ impl Attention {
         path: AttentionPath,
     ) -> Result<Tensor> {
         let (batch, tokens, _) = xs.dims3()?;
-        let first_query = cache.len();
         // Norms and rotation are f32; each of q, k and v is rounded to the type of the weights once.
         let rotated = |x: &Tensor| candle_nn::rotary_emb::rope(x, cos, sin)?.to_dtype(xs.dtype());
         let q = self
@@ -73,25 +72,12 @@ impl Attention {
         };
         let v = by_head(&self.v_norm.forward(&v_raw)?)?.to_dtype(xs.dtype())?;
         let view = cache.append(&k, &v)?;
-        let out = match (path, self.kind, tokens) {
-            (AttentionPath::Fused, LayerKind::Full, 1) => {
+        let out = match (path, self.kind) {
+            // Causal at the end of the cache, where these tokens are.
+            (AttentionPath::Fused, LayerKind::Full) => {
                 crate::attention_d512(&q, &view.k, &view.v, SOFTMAX_SCALE)?
             }
-            _ => {
-                let window = match self.kind {
-                    LayerKind::Sliding { window } => Some(window),
-                    LayerKind::Full => None,
-                };
-                let visible = match view.first {
-                    Some(first_key) => Visible::Causal {
-                        first_query,
-                        first_key,
-                        window,
-                    },
-                    None => Visible::All,
-                };
-                reference::attention(&q, &view.k, &view.v, SOFTMAX_SCALE, visible)?
-            }
+            _ => reference::attention(&q, &view.k, &view.v, SOFTMAX_SCALE, view.visible)?,
         };
         let out = out.transpose(1, 2)?.reshape((batch, tokens, ()))?;
         self.o_proj.forward(&out)

@@ -5,6 +5,7 @@
 //! never for the longest context up front.
 
 use super::config::LayerKind;
+use crate::attention::reference::Visible;
 use candle::{bail, Result, Tensor};
 
 /// Buffers grow to a multiple of so many rows.
@@ -17,9 +18,8 @@ pub struct KvView {
     pub k: Tensor,
     /// Values, shaped like the keys.
     pub v: Tensor,
-    /// Position of row 0; rows ascend. A single token gets `None` from a ring that has wrapped: it may attend to every
-    /// row, and their order is the ring's.
-    pub first: Option<usize>,
+    /// Which rows each of the tokens may attend to.
+    pub visible: Visible,
 }
 
 /// The cache of one layer.
@@ -108,7 +108,7 @@ impl LayerCache {
         let (at, end) = (self.len, self.len + tokens);
         let rows = self.rows_for(k, end, usize::MAX)?;
         rows.write(at, k, v)?;
-        rows.view(0, end, Some(0))
+        rows.view(0, end, visible(at, tokens, 0, None))
     }
 
     /// Position p lives in slot `p % window`.
@@ -123,7 +123,7 @@ impl LayerCache {
         if end <= window {
             let rows = self.rows_for(k, end, window)?;
             rows.write(at, k, v)?;
-            return rows.view(0, end, Some(0));
+            return rows.view(0, end, visible(at, tokens, 0, Some(window)));
         }
         let oldest = self.oldest.max((at + 1).saturating_sub(window));
         let kept = at - oldest;
@@ -131,12 +131,12 @@ impl LayerCache {
         if tokens == 1 {
             rows.write(at % window, k, v)?;
             self.oldest = self.oldest.max(end - window);
-            return rows.view(0, window, None);
+            return rows.view(0, window, Visible::All);
         }
         // Later tokens of the chunk overwrite slots that earlier ones still need, so attention gets a copy.
         let (mut ks, mut vs) = (Vec::with_capacity(3), Vec::with_capacity(3));
         for (slot, count) in ring_runs(oldest, kept, window) {
-            let run = rows.view(slot, count, None)?;
+            let run = rows.view(slot, count, Visible::All)?;
             ks.push(run.k);
             vs.push(run.v);
         }
@@ -145,7 +145,7 @@ impl LayerCache {
         let view = KvView {
             k: Tensor::cat(&ks, 2)?,
             v: Tensor::cat(&vs, 2)?,
-            first: Some(oldest),
+            visible: visible(at, tokens, oldest, Some(window)),
         };
         let stored = tokens.min(window);
         let mut from = tokens - stored;
@@ -207,6 +207,19 @@ impl LayerCache {
             None => None,
         };
         Ok(Self { rows, ..*self })
+    }
+}
+
+/// What `tokens` tokens from position `at` on see of rows that ascend from position `first_key`.
+fn visible(at: usize, tokens: usize, first_key: usize, window: Option<usize>) -> Visible {
+    match tokens {
+        // Nothing is held that the only token may not attend to.
+        1 => Visible::All,
+        _ => Visible::Causal {
+            first_query: at,
+            first_key,
+            window,
+        },
     }
 }
 
@@ -287,11 +300,11 @@ impl Rows {
         self.v.slice_set(&v.contiguous()?, 2, row)
     }
 
-    fn view(&self, row: usize, count: usize, first: Option<usize>) -> Result<KvView> {
+    fn view(&self, row: usize, count: usize, visible: Visible) -> Result<KvView> {
         Ok(KvView {
             k: self.k.narrow(2, row, count)?,
             v: self.v.narrow(2, row, count)?,
-            first,
+            visible,
         })
     }
 }

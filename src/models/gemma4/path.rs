@@ -8,7 +8,7 @@ use candle::{bail, Result};
 pub enum AttentionPath {
     /// Plain candle ops everywhere: [`crate::attention::reference`].
     Reference,
-    /// [`crate::attention_d512`] for a single token in full layers; plain ops for prompts and in sliding layers.
+    /// [`crate::attention_d512`] in full layers, for prompts and single tokens alike; plain ops in sliding layers.
     Fused,
 }
 
