@@ -68,19 +68,23 @@ unsafe fn scores_rows<I: Isa, E: Element, const R: usize, const N: usize>(
     out: *mut f32,
     ahead: &Addresses,
 ) {
+    let (first, stride) = k.span(all);
+    let last = k.len().saturating_sub(1);
     for t in (0..k.len().min(TILE)).step_by(N) {
-        let mut keys = [std::ptr::null::<E>(); N];
+        let mut keys = [first; N];
         let mut next = [std::ptr::null::<u8>(); N];
         for n in 0..N {
-            keys[n] = k.row(all, t + n).as_ptr();
+            // Past the end the last key again: its score lands where no one looks, and there is no tail to write.
+            keys[n] = first.add((t + n).min(last) * stride);
             next[n] = ahead.row(t + n);
         }
         let mut acc = [[I::splat(0.0); N]; R];
         for d32 in 0..HEAD_DIM / 32 {
-            for next in next {
-                for line in 0..ahead.lines_per_32 {
-                    I::prefetch(next.wrapping_add((d32 * ahead.lines_per_32 + line) * 64));
-                }
+            for n in 0..N {
+                // Two cache lines of f32; of halves, one line twice: cheaper than a branch.
+                let lines = next[n].wrapping_add(d32 * 32 * ahead.size);
+                I::prefetch(lines);
+                I::prefetch(lines.wrapping_add(16 * ahead.size));
             }
             for d in 0..32 / I::W {
                 let d = d32 * 32 + d * I::W;
@@ -133,7 +137,7 @@ pub(super) unsafe fn scores<I: Isa, E: Element>(
             // 16 registers hold 4 x 3 sums, not 8 x 3.
             scores_rows::<I, E, 4, 3>(q, k, all, scale, out, ahead);
             let second = q.add(4 * HEAD_DIM);
-            scores_rows::<I, E, 4, 3>(second, k, all, scale, out.add(4), &Addresses::NONE);
+            scores_rows::<I, E, 4, 3>(second, k, all, scale, out.add(4), ahead);
         }
     }
 }
@@ -185,16 +189,14 @@ unsafe fn accumulate_rows<I: Isa, E: Element, const R: usize, const C: usize>(
     numerator: *mut f32,
     ahead: &Addresses,
 ) {
+    let (first, stride) = v.span(all);
     for strip in (0..HEAD_DIM).step_by(C * I::W) {
-        // The lines of `ahead` that begin in this strip; a strip of 16 halves fills only half of one.
-        let first_line = (strip * ahead.lines_per_32).div_ceil(32);
-        let lines = ((strip + C * I::W) * ahead.lines_per_32).div_ceil(32) - first_line;
         let mut acc = [[I::splat(0.0); C]; R];
+        let mut row = first.wrapping_add(strip);
         for t in 0..v.len().min(TILE) {
-            let row = v.row(all, t).as_ptr().add(strip);
-            let next = ahead.row(t).wrapping_add(first_line * 64);
-            for line in 0..lines {
-                I::prefetch(next.wrapping_add(line * 64));
+            let lines = ahead.row(t).wrapping_add(strip * ahead.size);
+            for line in 0..(C * I::W).div_ceil(16) {
+                I::prefetch(lines.wrapping_add(line * 16 * ahead.size));
             }
             let mut value = [I::splat(0.0); C];
             for c in 0..C {
@@ -206,6 +208,7 @@ unsafe fn accumulate_rows<I: Isa, E: Element, const R: usize, const C: usize>(
                     acc[r][c] = I::fma(weight, value[c], acc[r][c]);
                 }
             }
+            row = row.wrapping_add(stride);
         }
         for r in 0..R {
             let rescale = I::splat(*rescale.add(r));
@@ -254,7 +257,7 @@ pub(super) unsafe fn accumulate<I: Isa, E: Element>(
                 all,
                 rescale.add(4),
                 numerator.add(4 * HEAD_DIM),
-                &Addresses::NONE,
+                ahead,
             );
         }
     }

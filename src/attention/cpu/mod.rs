@@ -71,6 +71,15 @@ impl<'a> Call<'a> {
 
     /// `(batch, q_heads, q_len, 512)`.
     pub fn forward<E: Stored>(&self) -> Vec<E> {
+        if self.is_small() {
+            self.attention()
+        } else {
+            // One entry into the thread pool instead of one for each parallel step.
+            rayon::scope(|_| self.attention())
+        }
+    }
+
+    fn attention<E: Stored>(&self) -> Vec<E> {
         let g = self.geometry;
         let mut out = vec![E::ZERO; g.batch * g.q_heads * g.q_len * HEAD_DIM];
         let units_at_once = TASKS_AT_ONCE.div_ceil(self.partitions.count());

@@ -81,10 +81,19 @@ impl<'a> Rows<'a> {
         self.elements
     }
 
-    /// The row's elements in `all`, which are those of [`Rows::elements`]. A row past the last is the last.
+    /// The address of row 0 in `all`, which are the elements behind these rows, and the distance between rows: checked
+    /// once here, so that kernels need no check per row.
     #[inline(always)]
-    pub fn row<E>(&self, all: &'a [E], row: usize) -> &'a [E] {
-        let start = self.start + row.min(self.len.saturating_sub(1)) * self.stride;
+    pub fn span<E>(&self, all: &[E]) -> (*const E, usize) {
+        let end = match self.len {
+            0 => self.start,
+            len => self.start + (len - 1) * self.stride + HEAD_DIM,
+        };
+        (all[self.start..end].as_ptr(), self.stride)
+    }
+
+    fn row<E>(&self, all: &'a [E], row: usize) -> &'a [E] {
+        let start = self.start + row * self.stride;
         &all[start..start + HEAD_DIM]
     }
 
@@ -108,8 +117,8 @@ impl<'a> Rows<'a> {
         Addresses {
             base: base.wrapping_add(self.start * size),
             stride: self.stride * size,
-            len: self.len,
-            lines_per_32: if self.len == 0 { 0 } else { size / 2 },
+            size,
+            last: self.len.saturating_sub(1),
         }
     }
 }
@@ -119,23 +128,15 @@ impl<'a> Rows<'a> {
 pub(super) struct Addresses {
     base: *const u8,
     stride: usize,
-    len: usize,
-    /// Cache lines that 32 elements fill; 0 for nothing to prefetch.
-    pub lines_per_32: usize,
+    /// Bytes of an element.
+    pub size: usize,
+    last: usize,
 }
 
 impl Addresses {
-    pub const NONE: Self = Self {
-        base: std::ptr::null(),
-        stride: 0,
-        len: 0,
-        lines_per_32: 0,
-    };
-
     /// A row past the last is the last.
     #[inline(always)]
     pub fn row(&self, row: usize) -> *const u8 {
-        let last = self.len.saturating_sub(1);
-        self.base.wrapping_add(row.min(last) * self.stride)
+        self.base.wrapping_add(row.min(self.last) * self.stride)
     }
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::body::{BlockRows, BlockState, Part, Scores, BLOCK, TILE};
 use super::kernels::Kernels;
-use super::rows::{Addresses, Rows};
+use super::rows::Rows;
 use crate::attention::geometry::HEAD_DIM;
 
 /// f32 values that start on a cache line.
@@ -117,14 +117,22 @@ pub(super) fn attend(
 
         let keys = wide.stage(keys);
         for (b, (scores, q)) in scores.iter_mut().zip(tile.q.blocks()).enumerate() {
-            let ahead = if b == 0 { next_values } else { Addresses::NONE };
+            let ahead = if b == 0 {
+                next_values
+            } else {
+                keys.addresses()
+            };
             kernels.scores(q, tile.rows(b), &keys, scale, scores, &ahead);
             tile.hide(b, first, len, scores);
             kernels.softmax(scores, len, &mut state.blocks[b]);
         }
         let values = wide.stage(values);
         for (b, (scores, to)) in scores.iter().zip(state.numerator.blocks_mut()).enumerate() {
-            let ahead = if b == 0 { next_keys } else { Addresses::NONE };
+            let ahead = if b == 0 {
+                next_keys
+            } else {
+                values.addresses()
+            };
             let mut add = |part, seen, ahead| {
                 let values = values.slice(0, seen);
                 kernels.accumulate(scores, part, &values, &state.blocks[b], to, ahead);
@@ -136,7 +144,7 @@ pub(super) fn attend(
             } else {
                 // One by one: a weight of 0 would not keep out a NaN of a key that the row does not see.
                 for row in 0..rows {
-                    add(Part::Only(row), seen(row), &Addresses::NONE);
+                    add(Part::Only(row), seen(row), &ahead);
                 }
             }
         }

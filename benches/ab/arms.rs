@@ -1,0 +1,189 @@
+//! What is compared. An arm runs `n` times and returns the seconds of one.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, Context, Result};
+use candle::{DType, Device, Tensor, D};
+use gem::attention::CpuKernel;
+use gem::AttentionD512;
+use rayon::prelude::*;
+
+/// Gemma 4 has 1.0; with unit-normal inputs this one leaves a softmax that is not one-hot.
+const SCALE: f32 = 0.044_194_174;
+
+#[derive(Clone, Copy)]
+pub struct Shape {
+    pub dtype: DType,
+    pub batch: usize,
+    pub q_heads: usize,
+    pub kv_heads: usize,
+    pub q_len: usize,
+    pub kv_len: usize,
+}
+
+impl Shape {
+    pub fn kv_bytes(&self) -> usize {
+        2 * self.batch * self.kv_heads * self.kv_len * 512 * self.dtype.size_in_bytes()
+    }
+}
+
+pub struct Inputs {
+    shape: Shape,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+}
+
+impl Inputs {
+    pub fn new(shape: Shape) -> Result<Self> {
+        let Shape {
+            dtype,
+            batch,
+            q_heads,
+            kv_heads,
+            q_len,
+            kv_len,
+        } = shape;
+        let random = |heads, len| {
+            Tensor::randn(0f32, 1.0, (batch, heads, len, 512), &Device::Cpu)?.to_dtype(dtype)
+        };
+        Ok(Self {
+            shape,
+            q: random(q_heads, q_len)?,
+            k: random(kv_heads, kv_len)?,
+            v: random(kv_heads, kv_len)?,
+        })
+    }
+}
+
+pub type Run = Box<dyn FnMut(usize) -> Result<f64>>;
+
+pub fn arm(name: &str, inputs: &Inputs, python: &str) -> Result<Run> {
+    let (q, k, v) = (inputs.q.clone(), inputs.k.clone(), inputs.v.clone());
+    let fused = |op: AttentionD512| -> Result<Run> {
+        op.check(&q, &k, &v)?;
+        let (q, k, v) = (q.clone(), k.clone(), v.clone());
+        Ok(timed(move || Ok(drop(op.forward(&q, &k, &v)?))))
+    };
+    let op = AttentionD512::new(SCALE);
+    match name {
+        "limit" => Ok(timed(move || read(&k).and(read(&v)))),
+        "fused" => fused(op),
+        "fused-avx2" => fused(op.cpu_kernel(CpuKernel::Avx2)),
+        "fused-portable" => fused(op.cpu_kernel(CpuKernel::Portable)),
+        "grouped" => Ok(timed(move || Ok(drop(grouped(&q, &k, &v)?)))),
+        "repeat_kv" => Ok(timed(move || {
+            let group = q.dim(1)? / k.dim(1)?;
+            let repeat = |t: &Tensor| candle_transformers::utils::repeat_kv(t.clone(), group);
+            Ok(drop(grouped(&q, &repeat(&k)?, &repeat(&v)?)?))
+        })),
+        "torch" | "torch-sdpa" => torch(name, inputs.shape, python),
+        other => bail!("unknown arm {other}"),
+    }
+}
+
+fn timed(mut f: impl FnMut() -> Result<()> + 'static) -> Run {
+    Box::new(move |n| {
+        let start = Instant::now();
+        for _ in 0..n {
+            f()?;
+        }
+        Ok(start.elapsed().as_secs_f64() / n as f64)
+    })
+}
+
+/// Reads every byte once, on all threads: the least time that any attention over `t` can take.
+fn read(t: &Tensor) -> Result<()> {
+    fn sum<T: Sync>(values: &[T]) -> u64 {
+        values
+            .par_chunks(64 * 1024)
+            .map(|chunk| {
+                // SAFETY: the elements are plain numbers, and align_to only hands out whole words inside the chunk.
+                let (_, words, _) = unsafe { chunk.align_to::<u64>() };
+                words.iter().fold(0u64, |sum, word| sum.wrapping_add(*word))
+            })
+            .reduce(|| 0, u64::wrapping_add)
+    }
+    let (storage, _) = t.storage_and_layout();
+    let total = match &*storage {
+        candle::Storage::Cpu(candle::CpuStorage::F32(s)) => sum(s),
+        candle::Storage::Cpu(candle::CpuStorage::F16(s)) => sum(s),
+        candle::Storage::Cpu(candle::CpuStorage::BF16(s)) => sum(s),
+        _ => bail!("limit: no f32, f16 or bf16 tensor on the CPU"),
+    };
+    std::hint::black_box(total);
+    Ok(())
+}
+
+/// candle's plain ops, query heads as rows against the cache as it is, softmax in f32.
+fn grouped(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+    let (batch, q_heads, q_len, dim) = q.dims4()?;
+    let (_, kv_heads, kv_len, _) = k.dims4()?;
+    let group = q_heads / kv_heads;
+    let rows = q.reshape((batch, kv_heads, group * q_len, dim))?;
+    let scores = (rows.matmul(&k.t()?)?.to_dtype(DType::F32)? * SCALE as f64)?;
+    let scores = if q_len > 1 {
+        let seen = |row: usize| kv_len - q_len + row + 1;
+        let mask: Vec<f32> = (0..q_len * kv_len)
+            .map(|i| {
+                if i % kv_len < seen(i / kv_len) {
+                    0.0
+                } else {
+                    f32::NEG_INFINITY
+                }
+            })
+            .collect();
+        let mask = Tensor::from_vec(mask, (1, 1, q_len, kv_len), q.device())?;
+        let by_head = (batch, q_heads, q_len, kv_len);
+        scores
+            .reshape(by_head)?
+            .broadcast_add(&mask)?
+            .reshape(scores.shape())?
+    } else {
+        scores
+    };
+    let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(q.dtype())?;
+    Ok(weights.matmul(v)?.reshape((batch, q_heads, q_len, dim))?)
+}
+
+/// A Python process that holds its own tensors of the same shape and times itself when asked.
+fn torch(arm: &str, shape: Shape, python: &str) -> Result<Run> {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/torch_peer.py");
+    let mut child = Command::new(python)
+        .arg(script)
+        .arg(arm)
+        .arg(format!("{:?}", shape.dtype).to_lowercase())
+        .args(
+            [
+                shape.batch,
+                shape.q_heads,
+                shape.kv_heads,
+                shape.q_len,
+                shape.kv_len,
+                rayon::current_num_threads(),
+            ]
+            .map(|n| n.to_string()),
+        )
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("{python} cannot be started"))?;
+    let mut input = child.stdin.take().context("no stdin")?;
+    let mut output = BufReader::new(child.stdout.take().context("no stdout")?);
+    Ok(Box::new(move |n| {
+        writeln!(input, "{n}")?;
+        input.flush()?;
+        let mut line = String::new();
+        output.read_line(&mut line)?;
+        // Its threads spin for a while after the work; the next arm must not pay for that.
+        std::thread::sleep(Duration::from_millis(300));
+        line.trim().parse().with_context(|| {
+            format!(
+                "the torch peer said {line:?}, status {:?}",
+                child.try_wait()
+            )
+        })
+    }))
+}
