@@ -13,7 +13,7 @@ pub const DEFAULT_PARTITIONS: usize = 32;
 pub const ROW_TILE: usize = 64;
 
 /// Below this many keys a partition costs more to start and merge than it gains.
-const MIN_PARTITION: usize = 64;
+const MIN_PARTITION: usize = 256;
 
 /// Contiguous partitions of `len` keys. Trailing ones may be empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +32,7 @@ impl Partitions {
     }
 
     /// The count used where the caller gives none: 32 for a long decode, fewer where partitions would be shorter than
-    /// 64 keys or where the query rows already make enough tasks, which also keeps scratch linear in `q_len`.
+    /// 256 keys or where the query rows already make enough tasks, which also keeps scratch linear in `q_len`.
     pub fn default_count(kv_len: usize, rows_per_kv_head: usize) -> usize {
         let row_tiles = rows_per_kv_head.div_ceil(ROW_TILE).max(1);
         let by_length = kv_len.div_ceil(MIN_PARTITION);

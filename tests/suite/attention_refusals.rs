@@ -112,9 +112,10 @@ fn partitions_are_equal_contiguous_and_cover_every_key_once() -> Result<()> {
 fn the_default_partitions_are_32_for_a_long_decode_and_shrink_with_short_keys_and_many_rows() {
     for (kv_len, rows, want) in [
         (131_072, 8, 32),
-        (2_048, 8, 32),
-        (1_024, 8, 16),
-        (64, 8, 1),
+        (8_192, 8, 32),
+        (2_048, 8, 8),
+        (1_024, 8, 4),
+        (256, 8, 1),
         (1, 8, 1),
         (131_072, 128, 16),
         (131_072, 8 * 131_072, 1),

@@ -86,16 +86,17 @@ unsafe fn scores_rows<I: Isa, E: Element, const R: usize, const N: usize>(
                 I::prefetch(lines);
                 I::prefetch(lines.wrapping_add(16 * ahead.size));
             }
-            for d in 0..32 / I::W {
-                let d = d32 * 32 + d * I::W;
-                let mut key = [I::splat(0.0); N];
+            for d in (d32 * 32..d32 * 32 + 32).step_by(2 * I::W) {
+                let mut key = [[I::splat(0.0); 2]; N];
                 for n in 0..N {
-                    key[n] = E::load::<I>(keys[n].add(d));
+                    key[n] = E::load2::<I>(keys[n].add(d));
                 }
-                for r in 0..R {
-                    let q = I::load(q.add(r * HEAD_DIM + d));
-                    for n in 0..N {
-                        acc[r][n] = I::fma(q, key[n], acc[r][n]);
+                for half in 0..2 {
+                    for r in 0..R {
+                        let q = I::load(q.add(r * HEAD_DIM + d + half * I::W));
+                        for n in 0..N {
+                            acc[r][n] = I::fma(q, key[n][half], acc[r][n]);
+                        }
                     }
                 }
             }
@@ -186,21 +187,26 @@ unsafe fn accumulate_rows<I: Isa, E: Element, const R: usize, const C: usize>(
     v: &Rows,
     all: &[E],
     rescale: *const f32,
+    fresh: bool,
     numerator: *mut f32,
     ahead: &Addresses,
 ) {
+    // As many dims of the rows ahead are fetched per key as are computed, one row after the other.
+    let (strip, strips_per_row) = (C * I::W, HEAD_DIM / (C * I::W));
     let (first, stride) = v.span(all);
-    for strip in (0..HEAD_DIM).step_by(C * I::W) {
+    for s in 0..strips_per_row {
         let mut acc = [[I::splat(0.0); C]; R];
-        let mut row = first.wrapping_add(strip);
+        let mut row = first.wrapping_add(s * strip);
         for t in 0..v.len().min(TILE) {
-            let lines = ahead.row(t).wrapping_add(strip * ahead.size);
-            for line in 0..(C * I::W).div_ceil(16) {
-                I::prefetch(lines.wrapping_add(line * 16 * ahead.size));
+            let step = s * TILE + t;
+            let at = step % strips_per_row * strip * ahead.size;
+            let next = ahead.row(step / strips_per_row).wrapping_add(at);
+            for line in 0..strip.div_ceil(16) {
+                I::prefetch(next.wrapping_add(line * 16 * ahead.size));
             }
             let mut value = [I::splat(0.0); C];
-            for c in 0..C {
-                value[c] = E::load::<I>(row.add(c * I::W));
+            for c in (0..C).step_by(2) {
+                [value[c], value[c + 1]] = E::load2::<I>(row.add(c * I::W));
             }
             for r in 0..R {
                 let weight = I::splat(*weights.add(t * BLOCK + r));
@@ -213,25 +219,33 @@ unsafe fn accumulate_rows<I: Isa, E: Element, const R: usize, const C: usize>(
         for r in 0..R {
             let rescale = I::splat(*rescale.add(r));
             for c in 0..C {
-                let at = numerator.add(r * HEAD_DIM + strip + c * I::W);
-                I::store(at, I::fma(I::load(at), rescale, acc[r][c]));
+                let at = numerator.add(r * HEAD_DIM + s * strip + c * I::W);
+                let sum = if fresh {
+                    acc[r][c]
+                } else {
+                    I::fma(I::load(at), rescale, acc[r][c])
+                };
+                I::store(at, sum);
             }
         }
     }
 }
 
-/// Adds the weighted rows of `v` to the numerators of a part of a block.
+/// Adds the weighted rows of `v` to the numerators of a part of a block, or writes them where those are `fresh` and hold
+/// nothing yet.
 ///
 /// # Safety
 ///
 /// The instructions of `I` are there.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn accumulate<I: Isa, E: Element>(
     weights: &Scores,
     part: Part,
     v: &Rows,
     all: &[E],
     state: &BlockState,
+    fresh: bool,
     numerator: &mut BlockRows,
     ahead: &Addresses,
 ) {
@@ -243,22 +257,41 @@ pub(super) unsafe fn accumulate<I: Isa, E: Element>(
     let rescale = state.rescale.as_ptr().add(first);
     let numerator = numerator.as_mut_ptr().add(first * HEAD_DIM);
     match rows {
-        1 => accumulate_rows::<I, E, 1, 4>(weights, v, all, rescale, numerator, ahead),
-        2 => accumulate_rows::<I, E, 2, 4>(weights, v, all, rescale, numerator, ahead),
-        3 | 4 => accumulate_rows::<I, E, 4, 2>(weights, v, all, rescale, numerator, ahead),
+        1 => accumulate_rows::<I, E, 1, 4>(weights, v, all, rescale, fresh, numerator, ahead),
+        2 => accumulate_rows::<I, E, 2, 4>(weights, v, all, rescale, fresh, numerator, ahead),
+        3 | 4 => accumulate_rows::<I, E, 4, 2>(weights, v, all, rescale, fresh, numerator, ahead),
         _ if I::W == 16 => {
-            accumulate_rows::<I, E, 8, 2>(weights, v, all, rescale, numerator, ahead)
+            accumulate_rows::<I, E, 8, 2>(weights, v, all, rescale, fresh, numerator, ahead)
         }
         _ => {
-            accumulate_rows::<I, E, 4, 2>(weights, v, all, rescale, numerator, ahead);
+            accumulate_rows::<I, E, 4, 2>(weights, v, all, rescale, fresh, numerator, ahead);
             accumulate_rows::<I, E, 4, 2>(
                 weights.add(4),
                 v,
                 all,
                 rescale.add(4),
+                fresh,
                 numerator.add(4 * HEAD_DIM),
                 ahead,
             );
+        }
+    }
+}
+
+/// The rows in f32, in the order of their type.
+///
+/// # Safety
+///
+/// The instructions of `I` are there.
+#[inline(always)]
+pub(super) unsafe fn widen<I: Isa, E: Element>(rows: &Rows, all: &[E], to: &mut [[f32; HEAD_DIM]]) {
+    let (first, stride) = rows.span(all);
+    for (i, to) in to.iter_mut().enumerate().take(rows.len()) {
+        let row = first.add(i * stride);
+        for d in (0..HEAD_DIM).step_by(2 * I::W) {
+            let [a, b] = E::load2::<I>(row.add(d));
+            I::store(to.as_mut_ptr().add(d), a);
+            I::store(to.as_mut_ptr().add(d + I::W), b);
         }
     }
 }

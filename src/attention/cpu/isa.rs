@@ -8,7 +8,7 @@ use half::{bf16, f16};
 ///
 /// Every method may only be called on a CPU that has the instructions its implementor is named for, from inside a
 /// function compiled for them (else the calls are not inlined); pointers must be valid for `W` elements (`store_sums`:
-/// for 4). `prefetch` takes any address.
+/// for 4, `load_bf16_pairs`: for `2 * W`). `prefetch` takes any address.
 pub(super) trait Isa: Copy {
     type V: Copy;
     const W: usize;
@@ -16,7 +16,9 @@ pub(super) trait Isa: Copy {
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
     unsafe fn load_f16(p: *const f16) -> Self::V;
-    unsafe fn load_bf16(p: *const bf16) -> Self::V;
+    /// `2 * W` elements: those with an even index, those with an odd one. Two operations on whole words widen them,
+    /// where keeping the order would take four; see [`Order`].
+    unsafe fn load_bf16_pairs(p: *const bf16) -> [Self::V; 2];
     unsafe fn store(p: *mut f32, v: Self::V);
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
@@ -37,30 +39,85 @@ pub(super) trait Isa: Copy {
 
 /// A stored element type of K and V.
 pub(super) trait Element: Copy + 'static {
+    /// `2 * W` elements, in the [`Order`] of the type.
+    ///
     /// # Safety
     ///
     /// As for [`Isa`].
-    unsafe fn load<I: Isa>(p: *const Self) -> I::V;
+    unsafe fn load2<I: Isa>(p: *const Self) -> [I::V; 2];
 }
 
 impl Element for f32 {
     #[inline(always)]
-    unsafe fn load<I: Isa>(p: *const Self) -> I::V {
-        I::load(p)
+    unsafe fn load2<I: Isa>(p: *const Self) -> [I::V; 2] {
+        [I::load(p), I::load(p.add(I::W))]
     }
 }
 
 impl Element for f16 {
     #[inline(always)]
-    unsafe fn load<I: Isa>(p: *const Self) -> I::V {
-        I::load_f16(p)
+    unsafe fn load2<I: Isa>(p: *const Self) -> [I::V; 2] {
+        [I::load_f16(p), I::load_f16(p.add(I::W))]
     }
 }
 
 impl Element for bf16 {
     #[inline(always)]
-    unsafe fn load<I: Isa>(p: *const Self) -> I::V {
-        I::load_bf16(p)
+    unsafe fn load2<I: Isa>(p: *const Self) -> [I::V; 2] {
+        I::load_bf16_pairs(p)
+    }
+}
+
+/// The order in which kernels see the elements of a row: as they are, or each group of `2 * W` with its even elements
+/// before its odd ones. Queries are brought into the order of K, numerators come out in the order of V.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Order {
+    Plain,
+    Pairs { lanes: usize },
+}
+
+impl Order {
+    /// From plain to this order.
+    pub fn apply(self, row: &mut [f32]) {
+        match self {
+            Self::Plain => {}
+            Self::Pairs { lanes: 8 } => {
+                regroup::<8, 16>(row, |i, half| 2 * i + half, |i, half| half * 8 + i)
+            }
+            Self::Pairs { .. } => {
+                regroup::<16, 32>(row, |i, half| 2 * i + half, |i, half| half * 16 + i)
+            }
+        }
+    }
+
+    /// From this order to plain.
+    pub fn undo(self, row: &mut [f32]) {
+        match self {
+            Self::Plain => {}
+            Self::Pairs { lanes: 8 } => {
+                regroup::<8, 16>(row, |i, half| half * 8 + i, |i, half| 2 * i + half)
+            }
+            Self::Pairs { .. } => {
+                regroup::<16, 32>(row, |i, half| half * 16 + i, |i, half| 2 * i + half)
+            }
+        }
+    }
+}
+
+/// Moves `from(i, half)` to `to(i, half)` in each group of `G = 2 * W`.
+#[inline(always)]
+fn regroup<const W: usize, const G: usize>(
+    row: &mut [f32],
+    from: impl Fn(usize, usize) -> usize,
+    to: impl Fn(usize, usize) -> usize,
+) {
+    for group in row.as_chunks_mut::<G>().0 {
+        let old = *group;
+        for i in 0..W {
+            for half in 0..2 {
+                group[to(i, half)] = old[from(i, half)];
+            }
+        }
     }
 }
 
@@ -110,9 +167,12 @@ impl Isa for Portable {
     }
 
     #[inline(always)]
-    unsafe fn load_bf16(p: *const bf16) -> Self::V {
-        let bits = p.cast::<[u16; 8]>().read();
-        lanes!(|i| f32::from_bits((bits[i] as u32) << 16))
+    unsafe fn load_bf16_pairs(p: *const bf16) -> [Self::V; 2] {
+        let bits = p.cast::<[u16; 16]>().read();
+        [
+            lanes!(|i| f32::from_bits((bits[2 * i] as u32) << 16)),
+            lanes!(|i| f32::from_bits((bits[2 * i + 1] as u32) << 16)),
+        ]
     }
 
     #[inline(always)]

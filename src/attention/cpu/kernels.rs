@@ -3,10 +3,11 @@
 use candle::{bail, Result};
 
 use super::body::{self, BlockRows, BlockState, Part, Scores};
-use super::isa::Portable;
+use super::isa::{Isa, Order, Portable};
 use super::rows::{Addresses, Elements, Rows};
 #[cfg(target_arch = "x86_64")]
 use super::x86::{Avx2, Avx512};
+use crate::attention::geometry::HEAD_DIM;
 
 /// The instructions that the CPU executor may use.
 ///
@@ -68,7 +69,8 @@ impl CpuKernel {
 
 type ScoresFn = unsafe fn(&BlockRows, usize, &Rows, f32, &mut Scores, &Addresses);
 type SoftmaxFn = unsafe fn(&mut Scores, usize, &mut BlockState);
-type AccumulateFn = unsafe fn(&Scores, Part, &Rows, &BlockState, &mut BlockRows, &Addresses);
+type AccumulateFn = unsafe fn(&Scores, Part, &Rows, &BlockState, bool, &mut BlockRows, &Addresses);
+type WidenFn = unsafe fn(&Rows, &mut [[f32; HEAD_DIM]]);
 
 /// Kernels whose instructions this CPU has: only [`CpuKernel::kernels`] hands them out.
 #[derive(Clone, Copy)]
@@ -76,9 +78,19 @@ pub(super) struct Kernels {
     scores: ScoresFn,
     softmax: SoftmaxFn,
     accumulate: AccumulateFn,
+    widen: WidenFn,
+    lanes: usize,
 }
 
 impl Kernels {
+    /// The order in which these kernels see rows of `elements`.
+    pub fn order(&self, elements: Elements) -> Order {
+        match elements {
+            Elements::BF16(_) => Order::Pairs { lanes: self.lanes },
+            _ => Order::Plain,
+        }
+    }
+
     /// See [`body::scores`].
     pub fn scores(
         &self,
@@ -100,17 +112,25 @@ impl Kernels {
     }
 
     /// See [`body::accumulate`].
+    #[allow(clippy::too_many_arguments)]
     pub fn accumulate(
         &self,
         weights: &Scores,
         part: Part,
         v: &Rows,
         state: &BlockState,
+        fresh: bool,
         numerator: &mut BlockRows,
         ahead: &Addresses,
     ) {
         // SAFETY: as above.
-        unsafe { (self.accumulate)(weights, part, v, state, numerator, ahead) }
+        unsafe { (self.accumulate)(weights, part, v, state, fresh, numerator, ahead) }
+    }
+
+    /// See [`body::widen`].
+    pub fn widen(&self, rows: &Rows, to: &mut [[f32; HEAD_DIM]]) {
+        // SAFETY: as above.
+        unsafe { (self.widen)(rows, to) }
     }
 }
 
@@ -123,6 +143,8 @@ macro_rules! kernels {
                 scores,
                 softmax,
                 accumulate,
+                widen,
+                lanes: <$isa>::W,
             };
 
             $(#[$features])?
@@ -152,13 +174,23 @@ macro_rules! kernels {
                 part: Part,
                 v: &Rows,
                 state: &BlockState,
+                fresh: bool,
                 to: &mut BlockRows,
                 ahead: &Addresses,
             ) {
                 match v.elements() {
-                    Elements::F32(all) => body::accumulate::<$isa, _>(w, part, v, all, state, to, ahead),
-                    Elements::F16(all) => body::accumulate::<$isa, _>(w, part, v, all, state, to, ahead),
-                    Elements::BF16(all) => body::accumulate::<$isa, _>(w, part, v, all, state, to, ahead),
+                    Elements::F32(all) => body::accumulate::<$isa, _>(w, part, v, all, state, fresh, to, ahead),
+                    Elements::F16(all) => body::accumulate::<$isa, _>(w, part, v, all, state, fresh, to, ahead),
+                    Elements::BF16(all) => body::accumulate::<$isa, _>(w, part, v, all, state, fresh, to, ahead),
+                }
+            }
+
+            $(#[$features])?
+            unsafe fn widen(rows: &Rows, to: &mut [[f32; HEAD_DIM]]) {
+                match rows.elements() {
+                    Elements::F32(all) => body::widen::<$isa, _>(rows, all, to),
+                    Elements::F16(all) => body::widen::<$isa, _>(rows, all, to),
+                    Elements::BF16(all) => body::widen::<$isa, _>(rows, all, to),
                 }
             }
         }

@@ -8,6 +8,7 @@ mod exp;
 mod isa;
 mod kernels;
 mod rows;
+mod scratch;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -15,12 +16,14 @@ mod x86;
 use candle::{CpuStorage, Result};
 use rayon::prelude::*;
 
+use body::BlockState;
 pub use kernels::CpuKernel;
 use kernels::Kernels;
 use rows::Elements;
-use tile::{attend, RowTile, TileState};
+use scratch::Scratch;
+use tile::{attend, state_of, RowTile};
 
-use super::geometry::{AttentionGeometry, HEAD_DIM};
+use super::geometry::{AttentionGeometry, RowView, HEAD_DIM};
 use super::partial::finish_row;
 use super::plan::{Partitions, ROW_TILE};
 use super::store::Stored;
@@ -48,6 +51,22 @@ struct Unit {
     batch: usize,
     kv_head: usize,
     first: usize,
+}
+
+/// States of tasks: the numerators of task `t` start at `t * slot`.
+struct States {
+    blocks: Vec<Vec<BlockState>>,
+    numerators: Scratch,
+    slot: usize,
+}
+
+impl States {
+    /// `(max, denominator, numerator)` of a row of a task.
+    fn row(&self, task: usize, row: usize) -> (f32, f32, &[f32]) {
+        let (max, denominator) = state_of(&self.blocks[task], row);
+        let start = task * self.slot + row * HEAD_DIM;
+        (max, denominator, &self.numerators[start..start + HEAD_DIM])
+    }
 }
 
 impl<'a> Call<'a> {
@@ -89,10 +108,10 @@ impl<'a> Call<'a> {
             let finish = |(row, to): (usize, &mut [E])| {
                 let (unit, tile_row) = self.place(row);
                 if units.contains(&unit) {
-                    let first_state = (unit - units.start) * self.partitions.count();
-                    let states = &states[first_state..first_state + self.partitions.count()];
+                    let first = (unit - units.start) * self.partitions.count();
+                    let partitions = first..first + self.partitions.count();
                     let mut wide = [0f32; HEAD_DIM];
-                    finish_row(states.iter().map(|s| s.row(tile_row)), &mut wide);
+                    finish_row(partitions.map(|task| states.row(task, tile_row)), &mut wide);
                     E::store(&wide, to);
                 }
             };
@@ -121,8 +140,8 @@ impl<'a> Call<'a> {
             .enumerate()
             .for_each(|(i, ((max, denominator), numerator))| {
                 let (unit, tile_row) = self.place(i % rows);
-                let state = &states[unit * self.partitions.count() + i / rows];
-                let (m, d, n) = state.row(tile_row);
+                let task = unit * self.partitions.count() + i / rows;
+                let (m, d, n) = states.row(task, tile_row);
                 (*max, *denominator) = (m, d);
                 numerator.copy_from_slice(n);
             });
@@ -136,33 +155,62 @@ impl<'a> Call<'a> {
     }
 
     /// States of `units`, unit-major, partitions ascending.
-    fn states(&self, units: std::ops::Range<usize>) -> Vec<TileState> {
+    fn states(&self, units: std::ops::Range<usize>) -> States {
         let partitions = self.partitions.count();
-        let state = |tiles: &[(Unit, RowTile)], task: usize| {
-            let (unit, tile) = &tiles[task / partitions];
-            let range = self.partitions.range(task % partitions);
-            let g = self.geometry;
-            let rows = |elements: Elements<'a>, view: &super::geometry::RowView| {
-                elements.rows(
-                    view.head_start(unit.batch, unit.kv_head),
-                    view.row_stride,
-                    g.kv_len,
-                )
-            };
-            let (k, v) = (rows(self.k, &g.k), rows(self.v, &g.v));
-            attend(&self.kernels, tile, k, v, range, self.scale)
-        };
-        let tasks = units.len() * partitions;
-        if self.is_small() {
-            let tiles: Vec<_> = units.map(|unit| self.tile(unit)).collect();
-            (0..tasks).map(|task| state(&tiles, task)).collect()
+        let small = self.is_small();
+        let tiles: Vec<_> = if small {
+            units.map(|unit| self.tile(unit)).collect()
         } else {
-            let tiles: Vec<_> = units.into_par_iter().map(|unit| self.tile(unit)).collect();
-            (0..tasks)
-                .into_par_iter()
-                .map(|task| state(&tiles, task))
-                .collect()
+            units.into_par_iter().map(|unit| self.tile(unit)).collect()
+        };
+        let slot = tiles
+            .iter()
+            .map(|(_, tile)| tile.numerators())
+            .max()
+            .unwrap_or(0);
+        let tasks = tiles.len() * partitions;
+        let mut numerators = Scratch::take(tasks * slot);
+        let run = |(task, numerators): (usize, &mut [f32])| {
+            let (unit, tile) = &tiles[task / partitions];
+            self.run(
+                *unit,
+                tile,
+                self.partitions.range(task % partitions),
+                numerators,
+            )
+        };
+        let slots = &mut numerators[..tasks * slot];
+        let blocks = if small {
+            slots.chunks_mut(slot).enumerate().map(run).collect()
+        } else {
+            slots.par_chunks_mut(slot).enumerate().map(run).collect()
+        };
+        States {
+            blocks,
+            numerators,
+            slot,
         }
+    }
+
+    /// One task.
+    fn run(
+        &self,
+        unit: Unit,
+        tile: &RowTile,
+        range: std::ops::Range<usize>,
+        numerators: &mut [f32],
+    ) -> Vec<BlockState> {
+        let g = self.geometry;
+        let rows = |elements: Elements<'a>, view: &RowView| {
+            elements.rows(
+                view.head_start(unit.batch, unit.kv_head),
+                view.row_stride,
+                g.kv_len,
+            )
+        };
+        let (k, v) = (rows(self.k, &g.k), rows(self.v, &g.v));
+        let numerators = &mut numerators[..tile.numerators()];
+        attend(&self.kernels, tile, k, v, range, self.scale, numerators)
     }
 
     fn tiles_per_kv_head(&self) -> usize {
@@ -191,7 +239,7 @@ impl<'a> Call<'a> {
                 g.visible(row),
             )
         });
-        (unit, RowTile::new(rows))
+        (unit, RowTile::new(rows, self.kernels.order(self.k)))
     }
 
     /// The unit that a row of the output is in, and its row there.

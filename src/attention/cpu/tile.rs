@@ -3,48 +3,11 @@
 use std::ops::Range;
 
 use super::body::{BlockRows, BlockState, Part, Scores, BLOCK, TILE};
+use super::isa::Order;
 use super::kernels::Kernels;
 use super::rows::Rows;
+use super::scratch::Lines;
 use crate::attention::geometry::HEAD_DIM;
-
-/// f32 values that start on a cache line.
-pub(super) struct Lines {
-    values: Vec<f32>,
-    start: usize,
-    len: usize,
-}
-
-impl Lines {
-    pub fn zeros(len: usize) -> Self {
-        let values = vec![0f32; len + 15];
-        let start = values.as_ptr().align_offset(64).min(15);
-        Self { values, start, len }
-    }
-}
-
-impl std::ops::Deref for Lines {
-    type Target = [f32];
-
-    fn deref(&self) -> &[f32] {
-        &self.values[self.start..self.start + self.len]
-    }
-}
-
-impl std::ops::DerefMut for Lines {
-    fn deref_mut(&mut self) -> &mut [f32] {
-        &mut self.values[self.start..self.start + self.len]
-    }
-}
-
-impl Lines {
-    fn blocks(&self) -> &[BlockRows] {
-        self.as_chunks().0
-    }
-
-    fn blocks_mut(&mut self) -> &mut [BlockRows] {
-        self.as_chunks_mut().0
-    }
-}
 
 /// Query rows that share their KV head.
 pub(super) struct RowTile {
@@ -55,13 +18,17 @@ pub(super) struct RowTile {
 }
 
 impl RowTile {
-    /// Rows given as `(rows of its head, row, visible keys)`.
-    pub fn new<'a>(rows: impl ExactSizeIterator<Item = (Rows<'a>, usize, usize)>) -> Self {
+    /// Rows given as `(rows of its head, row, visible keys)`, brought into `order`.
+    pub fn new<'a>(
+        rows: impl ExactSizeIterator<Item = (Rows<'a>, usize, usize)>,
+        order: Order,
+    ) -> Self {
         let mut q = Lines::zeros(rows.len().next_multiple_of(BLOCK) * HEAD_DIM);
         let visible = rows
             .zip(q.chunks_exact_mut(HEAD_DIM))
             .map(|((head, row, visible), to)| {
                 head.widen(row, to);
+                order.apply(to);
                 visible
             })
             .collect();
@@ -69,25 +36,13 @@ impl RowTile {
     }
 }
 
-/// Partial states of the rows of a tile.
-pub(super) struct TileState {
-    blocks: Vec<BlockState>,
-    numerator: Lines,
+/// The running softmax of a row, once all of its keys are in: `(max, denominator)`.
+pub(super) fn state_of(blocks: &[BlockState], row: usize) -> (f32, f32) {
+    let block = &blocks[row / BLOCK];
+    (block.max[row % BLOCK], block.denominator[row % BLOCK])
 }
 
-impl TileState {
-    /// `(max, denominator, numerator)` of a row.
-    pub fn row(&self, row: usize) -> (f32, f32, &[f32]) {
-        let block = &self.blocks[row / BLOCK];
-        (
-            block.max[row % BLOCK],
-            block.denominator[row % BLOCK],
-            &self.numerator[row * HEAD_DIM..(row + 1) * HEAD_DIM],
-        )
-    }
-}
-
-/// The states of `tile` over the keys in `range`.
+/// The states of `tile` over the keys in `range`: returns the running softmax, writes all of `numerators`.
 pub(super) fn attend(
     kernels: &Kernels,
     tile: &RowTile,
@@ -95,17 +50,19 @@ pub(super) fn attend(
     v: Rows,
     range: Range<usize>,
     scale: f32,
-) -> TileState {
-    let blocks = tile.visible.chunks(BLOCK).len();
-    let mut state = TileState {
-        blocks: vec![BlockState::EMPTY; blocks],
-        numerator: Lines::zeros(tile.q.len()),
-    };
+    numerators: &mut [f32],
+) -> Vec<BlockState> {
+    let q: &[BlockRows] = tile.q.as_chunks().0;
+    let blocks = q.len();
+    let mut state = vec![BlockState::EMPTY; blocks];
     let mut scores = vec![[0f32; TILE * BLOCK]; blocks];
     // No row sees past the last one's keys.
     let seen = tile.visible.iter().fold(0, |seen, n| seen.max(*n));
     let end = range.end.min(seen);
     let mut wide = Wide::new(blocks);
+    if range.start >= end {
+        numerators.fill(0.0);
+    }
 
     for first in range.clone().step_by(TILE).take_while(|t| *t < end) {
         let len = TILE.min(end - first);
@@ -115,8 +72,8 @@ pub(super) fn attend(
         let next_keys = k.slice(first + len, TILE).addresses();
         let next_values = values.addresses();
 
-        let keys = wide.stage(keys);
-        for (b, (scores, q)) in scores.iter_mut().zip(tile.q.blocks()).enumerate() {
+        let keys = wide.stage(kernels, keys);
+        for (b, (scores, q)) in scores.iter_mut().zip(q).enumerate() {
             let ahead = if b == 0 {
                 next_values
             } else {
@@ -124,10 +81,11 @@ pub(super) fn attend(
             };
             kernels.scores(q, tile.rows(b), &keys, scale, scores, &ahead);
             tile.hide(b, first, len, scores);
-            kernels.softmax(scores, len, &mut state.blocks[b]);
+            kernels.softmax(scores, len, &mut state[b]);
         }
-        let values = wide.stage(values);
-        for (b, (scores, to)) in scores.iter().zip(state.numerator.blocks_mut()).enumerate() {
+        let values = wide.stage(kernels, values);
+        let numerators: &mut [BlockRows] = numerators.as_chunks_mut().0;
+        for (b, (scores, to)) in scores.iter().zip(numerators).enumerate() {
             let ahead = if b == 0 {
                 next_keys
             } else {
@@ -135,7 +93,8 @@ pub(super) fn attend(
             };
             let mut add = |part, seen, ahead| {
                 let values = values.slice(0, seen);
-                kernels.accumulate(scores, part, &values, &state.blocks[b], to, ahead);
+                let fresh = first == range.start;
+                kernels.accumulate(scores, part, &values, &state[b], fresh, to, ahead);
             };
             let rows = tile.rows(b);
             let seen = |row| tile.seen(b, row, first, len);
@@ -150,16 +109,25 @@ pub(super) fn attend(
         }
     }
     for (row, visible) in tile.visible.iter().enumerate() {
-        let denominator = &mut state.blocks[row / BLOCK].denominator[row % BLOCK];
+        let denominator = &mut state[row / BLOCK].denominator[row % BLOCK];
         // The largest score has weight 1, so only scores that are all -inf can leave 0, and softmax has no value there.
         if *visible > range.start && !range.is_empty() && *denominator == 0.0 {
             *denominator = f32::NAN;
         }
     }
+    let order = kernels.order(v.elements());
+    numerators
+        .chunks_mut(HEAD_DIM)
+        .for_each(|row| order.undo(row));
     state
 }
 
 impl RowTile {
+    /// Elements of its numerators.
+    pub fn numerators(&self) -> usize {
+        self.q.len()
+    }
+
     /// Rows in block `b`.
     fn rows(&self, b: usize) -> usize {
         BLOCK.min(self.visible.len() - b * BLOCK)
@@ -192,12 +160,10 @@ impl Wide {
         Self { rows }
     }
 
-    fn stage<'a>(&'a mut self, rows: Rows<'a>) -> Rows<'a> {
+    fn stage<'a>(&'a mut self, kernels: &Kernels, rows: Rows<'a>) -> Rows<'a> {
         match &mut self.rows {
             Some(wide) if !rows.is_f32() => {
-                for (row, to) in wide.chunks_mut(HEAD_DIM).take(rows.len()).enumerate() {
-                    rows.widen(row, to);
-                }
+                kernels.widen(&rows, wide.as_chunks_mut().0);
                 Rows::contiguous(&wide[..rows.len() * HEAD_DIM])
             }
             _ => rows,
