@@ -65,7 +65,7 @@ pub fn arm(name: &str, inputs: &Inputs, python: &str) -> Result<Run> {
     let fused = |op: AttentionD512| -> Result<Run> {
         op.check(&q, &k, &v)?;
         let (q, k, v) = (q.clone(), k.clone(), v.clone());
-        Ok(timed(move || Ok(drop(op.forward(&q, &k, &v)?))))
+        Ok(timed(move || Ok(op.forward(&q, &k, &v)?)))
     };
     let op = AttentionD512::new(SCALE);
     match name {
@@ -73,22 +73,22 @@ pub fn arm(name: &str, inputs: &Inputs, python: &str) -> Result<Run> {
         "fused" => fused(op),
         "fused-avx2" => fused(op.cpu_kernel(CpuKernel::Avx2)),
         "fused-portable" => fused(op.cpu_kernel(CpuKernel::Portable)),
-        "grouped" => Ok(timed(move || Ok(drop(grouped(&q, &k, &v)?)))),
+        "grouped" => Ok(timed(move || grouped(&q, &k, &v))),
         "repeat_kv" => Ok(timed(move || {
             let group = q.dim(1)? / k.dim(1)?;
             let repeat = |t: &Tensor| candle_transformers::utils::repeat_kv(t.clone(), group);
-            Ok(drop(grouped(&q, &repeat(&k)?, &repeat(&v)?)?))
+            grouped(&q, &repeat(&k)?, &repeat(&v)?)
         })),
         "torch" | "torch-sdpa" => torch(name, inputs.shape, python),
         other => bail!("unknown arm {other}"),
     }
 }
 
-fn timed(mut f: impl FnMut() -> Result<()> + 'static) -> Run {
+fn timed<T>(mut f: impl FnMut() -> Result<T> + 'static) -> Run {
     Box::new(move |n| {
         let start = Instant::now();
         for _ in 0..n {
-            f()?;
+            std::hint::black_box(f()?);
         }
         Ok(start.elapsed().as_secs_f64() / n as f64)
     })
