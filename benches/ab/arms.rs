@@ -71,6 +71,7 @@ pub fn arm(name: &str, inputs: &Inputs, python: &str) -> Result<Run> {
     match name {
         "limit" => Ok(timed(move || read(&k).and(read(&v)))),
         "fused" => fused(op),
+        "fused-avx512" => fused(op.cpu_kernel(CpuKernel::Avx512)),
         "fused-avx2" => fused(op.cpu_kernel(CpuKernel::Avx2)),
         "fused-portable" => fused(op.cpu_kernel(CpuKernel::Portable)),
         "grouped" => Ok(timed(move || grouped(&q, &k, &v))),
@@ -80,7 +81,10 @@ pub fn arm(name: &str, inputs: &Inputs, python: &str) -> Result<Run> {
             grouped(&q, &repeat(&k)?, &repeat(&v)?)
         })),
         "torch" | "torch-sdpa" => torch(name, inputs.shape, python),
-        other => bail!("unknown arm {other}"),
+        other => match other.strip_prefix("fused-p").map(str::parse) {
+            Some(Ok(partitions)) => fused(op.partitions(partitions)),
+            _ => bail!("unknown arm {other}"),
+        },
     }
 }
 

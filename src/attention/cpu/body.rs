@@ -45,6 +45,9 @@ pub(super) type Scores = [f32; TILE * BLOCK];
 /// Query rows, or numerators, of a block.
 pub(super) type BlockRows = [f32; BLOCK * HEAD_DIM];
 
+/// Query rows of a block, left in bf16.
+pub(super) type BlockHalves = [half::bf16; BLOCK * HEAD_DIM];
+
 /// Rows of a block.
 #[derive(Clone, Copy)]
 pub(super) enum Part {

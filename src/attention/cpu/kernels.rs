@@ -2,7 +2,9 @@
 
 use candle::{bail, Result};
 
-use super::body::{self, BlockRows, BlockState, Part, Scores};
+#[cfg(target_arch = "x86_64")]
+use super::bf16;
+use super::body::{self, BlockHalves, BlockRows, BlockState, Part, Scores};
 use super::isa::{Isa, Order, Portable};
 use super::rows::{Addresses, Elements, Rows};
 #[cfg(target_arch = "x86_64")]
@@ -20,12 +22,14 @@ pub enum CpuKernel {
     Avx2,
     /// x86-64 with AVX-512F, and what [`CpuKernel::Avx2`] needs.
     Avx512,
+    /// x86-64 with AVX512_BF16 too, which serves bf16 queries on bf16 keys; the rest as [`CpuKernel::Avx512`].
+    Avx512Bf16,
 }
 
 impl CpuKernel {
     /// The fastest one that this CPU can run.
     pub fn best() -> Self {
-        [Self::Avx512, Self::Avx2]
+        [Self::Avx512Bf16, Self::Avx512, Self::Avx2]
             .into_iter()
             .find(|kernel| kernel.is_available())
             .unwrap_or(Self::Portable)
@@ -43,8 +47,12 @@ impl CpuKernel {
             }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => is_x86_feature_detected!("avx512f") && Self::Avx2.is_available(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => {
+                is_x86_feature_detected!("avx512bf16") && Self::Avx512.is_available()
+            }
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 | Self::Avx512 => false,
+            Self::Avx2 | Self::Avx512 | Self::Avx512Bf16 => false,
         }
     }
 
@@ -61,21 +69,37 @@ impl CpuKernel {
             Self::Avx2 => avx2::KERNELS,
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => avx512::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => Kernels {
+                halves: Some(bf16::scores),
+                ..avx512::KERNELS
+            },
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 | Self::Avx512 => portable::KERNELS,
+            Self::Avx2 | Self::Avx512 | Self::Avx512Bf16 => portable::KERNELS,
         })
     }
 }
 
 type ScoresFn = unsafe fn(&BlockRows, usize, &Rows, f32, &mut Scores, &Addresses);
+type HalvesFn = unsafe fn(&BlockHalves, usize, &Rows, f32, &mut Scores, &Addresses);
 type SoftmaxFn = unsafe fn(&mut Scores, usize, &mut BlockState);
 type AccumulateFn = unsafe fn(&Scores, Part, &Rows, &BlockState, bool, &mut BlockRows, &Addresses);
 type WidenFn = unsafe fn(&Rows, &mut [[f32; HEAD_DIM]]);
+
+/// Query rows of a block.
+#[derive(Clone, Copy)]
+pub(super) enum Queries<'a> {
+    /// In the order of K.
+    Wide(&'a BlockRows),
+    Halves(&'a BlockHalves),
+}
 
 /// Kernels whose instructions this CPU has: only [`CpuKernel::kernels`] hands them out.
 #[derive(Clone, Copy)]
 pub(super) struct Kernels {
     scores: ScoresFn,
+    /// Scores of bf16 queries on bf16 keys without widening.
+    halves: Option<HalvesFn>,
     softmax: SoftmaxFn,
     accumulate: AccumulateFn,
     widen: WidenFn,
@@ -91,18 +115,30 @@ impl Kernels {
         }
     }
 
+    /// Whether queries of these elements on keys of those stay in bf16.
+    pub fn keeps_halves(&self, q: Elements, k: Elements) -> bool {
+        let bf16 = |e| matches!(e, Elements::BF16(_));
+        self.halves.is_some() && bf16(q) && bf16(k)
+    }
+
     /// See [`body::scores`].
     pub fn scores(
         &self,
-        q: &BlockRows,
+        q: Queries,
         rows: usize,
         k: &Rows,
         scale: f32,
         out: &mut Scores,
         ahead: &Addresses,
     ) {
-        // SAFETY: the CPU has the instructions, or there would be no table.
-        unsafe { (self.scores)(q, rows, k, scale, out, ahead) }
+        match (q, self.halves) {
+            // SAFETY: the CPU has the instructions, or there would be no table.
+            (Queries::Wide(q), _) => unsafe { (self.scores)(q, rows, k, scale, out, ahead) },
+            // SAFETY: as above.
+            (Queries::Halves(q), Some(scores)) => unsafe { scores(q, rows, k, scale, out, ahead) },
+            // `keeps_halves` said no.
+            (Queries::Halves(_), None) => out.fill(f32::NAN),
+        }
     }
 
     /// See [`body::softmax`].
@@ -141,6 +177,7 @@ macro_rules! kernels {
 
             pub(super) const KERNELS: Kernels = Kernels {
                 scores,
+                halves: None,
                 softmax,
                 accumulate,
                 widen,

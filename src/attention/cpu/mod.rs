@@ -3,6 +3,8 @@
 //! A task is one tile of query rows against one partition. Tasks share nothing that is written, and states merge in a
 //! fixed order, so the bits of the result depend neither on the number of threads nor on who ran what.
 
+#[cfg(target_arch = "x86_64")]
+mod bf16;
 mod body;
 mod exp;
 mod isa;
@@ -232,14 +234,10 @@ impl<'a> Call<'a> {
         let last = g.rows_per_kv_head().min(unit.first + ROW_TILE);
         let rows = (unit.first..last).map(|i| {
             let (row, q_head) = (i / g.group, unit.kv_head * g.group + i % g.group);
-            let start = g.q.head_start(unit.batch, q_head);
-            (
-                self.q.rows(start, g.q.row_stride, g.q_len),
-                row,
-                g.visible(row),
-            )
+            let start = g.q.head_start(unit.batch, q_head) + row as u64 * g.q.row_stride;
+            (start, g.visible(row))
         });
-        (unit, RowTile::new(rows, self.kernels.order(self.k)))
+        (unit, RowTile::new(&self.kernels, self.q, self.k, rows))
     }
 
     /// The unit that a row of the output is in, and its row there.

@@ -1,6 +1,7 @@
 //! The rows of K, V or q of one head, where they lie.
 
 use candle::{bail, CpuStorage, Result};
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::attention::geometry::{RowView, HEAD_DIM};
@@ -92,18 +93,20 @@ impl<'a> Rows<'a> {
         (all[self.start..end].as_ptr(), self.stride)
     }
 
-    fn row<E>(&self, all: &'a [E], row: usize) -> &'a [E] {
-        let start = self.start + row * self.stride;
-        &all[start..start + HEAD_DIM]
+    /// Copies the first row as f32.
+    pub fn widen(&self, to: &mut [f32]) {
+        let row = self.start..self.start + HEAD_DIM;
+        match self.elements {
+            Elements::F32(all) => to.copy_from_slice(&all[row]),
+            Elements::F16(all) => all[row].convert_to_f32_slice(to),
+            Elements::BF16(all) => all[row].convert_to_f32_slice(to),
+        }
     }
 
-    /// Copies row `row` as f32.
-    pub fn widen(&self, row: usize, to: &mut [f32]) {
-        use half::slice::HalfFloatSliceExt;
-        match self.elements {
-            Elements::F32(all) => to.copy_from_slice(self.row(all, row)),
-            Elements::F16(all) => self.row(all, row).convert_to_f32_slice(to),
-            Elements::BF16(all) => self.row(all, row).convert_to_f32_slice(to),
+    /// Copies the first row if it is bf16.
+    pub fn copy_halves(&self, to: &mut [bf16]) {
+        if let Elements::BF16(all) = self.elements {
+            to.copy_from_slice(&all[self.start..self.start + HEAD_DIM]);
         }
     }
 

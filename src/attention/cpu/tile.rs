@@ -2,37 +2,60 @@
 
 use std::ops::Range;
 
+use half::bf16;
+
 use super::body::{BlockRows, BlockState, Part, Scores, BLOCK, TILE};
-use super::isa::Order;
-use super::kernels::Kernels;
-use super::rows::Rows;
+use super::kernels::{Kernels, Queries};
+use super::rows::{Elements, Rows};
 use super::scratch::Lines;
 use crate::attention::geometry::HEAD_DIM;
 
 /// Query rows that share their KV head.
 pub(super) struct RowTile {
-    /// Rows in f32, filled up with zeros to whole blocks.
-    q: Lines,
+    q: QueryRows,
     /// Keys that each row sees, counted from the first.
     visible: Vec<usize>,
 }
 
+/// Rows of queries, filled up with zeros to whole blocks.
+enum QueryRows {
+    Wide(Lines),
+    Halves(Vec<bf16>),
+}
+
 impl RowTile {
-    /// Rows given as `(rows of its head, row, visible keys)`, brought into `order`.
-    pub fn new<'a>(
-        rows: impl ExactSizeIterator<Item = (Rows<'a>, usize, usize)>,
-        order: Order,
+    /// Rows of `q` given as `(element offset, visible keys)`, made ready for keys of type `k`.
+    pub fn new(
+        kernels: &Kernels,
+        q: Elements,
+        k: Elements,
+        rows: impl ExactSizeIterator<Item = (u64, usize)>,
     ) -> Self {
-        let mut q = Lines::zeros(rows.len().next_multiple_of(BLOCK) * HEAD_DIM);
-        let visible = rows
-            .zip(q.chunks_exact_mut(HEAD_DIM))
-            .map(|((head, row, visible), to)| {
-                head.widen(row, to);
+        let len = rows.len().next_multiple_of(BLOCK) * HEAD_DIM;
+        let (starts, visible): (Vec<u64>, Vec<usize>) = rows.unzip();
+        let rows = starts.iter().map(|start| q.rows(*start, 0, 1));
+        let q = if kernels.keeps_halves(q, k) {
+            let mut halves = vec![bf16::ZERO; len];
+            rows.zip(halves.chunks_exact_mut(HEAD_DIM))
+                .for_each(|(row, to)| row.copy_halves(to));
+            QueryRows::Halves(halves)
+        } else {
+            let order = kernels.order(k);
+            let mut wide = Lines::zeros(len);
+            for (row, to) in rows.zip(wide.chunks_exact_mut(HEAD_DIM)) {
+                row.widen(to);
                 order.apply(to);
-                visible
-            })
-            .collect();
+            }
+            QueryRows::Wide(wide)
+        };
         Self { q, visible }
+    }
+
+    fn block(&self, b: usize) -> Queries<'_> {
+        match &self.q {
+            QueryRows::Wide(q) => Queries::Wide(&q.as_chunks().0[b]),
+            QueryRows::Halves(q) => Queries::Halves(&q.as_chunks().0[b]),
+        }
     }
 }
 
@@ -52,8 +75,7 @@ pub(super) fn attend(
     scale: f32,
     numerators: &mut [f32],
 ) -> Vec<BlockState> {
-    let q: &[BlockRows] = tile.q.as_chunks().0;
-    let blocks = q.len();
+    let blocks = tile.visible.chunks(BLOCK).len();
     let mut state = vec![BlockState::EMPTY; blocks];
     let mut scores = vec![[0f32; TILE * BLOCK]; blocks];
     // No row sees past the last one's keys.
@@ -72,14 +94,17 @@ pub(super) fn attend(
         let next_keys = k.slice(first + len, TILE).addresses();
         let next_values = values.addresses();
 
-        let keys = wide.stage(kernels, keys);
-        for (b, (scores, q)) in scores.iter_mut().zip(q).enumerate() {
+        let keys = match tile.q {
+            QueryRows::Wide(_) => wide.stage(kernels, keys),
+            QueryRows::Halves(_) => keys,
+        };
+        for (b, scores) in scores.iter_mut().enumerate() {
             let ahead = if b == 0 {
                 next_values
             } else {
                 keys.addresses()
             };
-            kernels.scores(q, tile.rows(b), &keys, scale, scores, &ahead);
+            kernels.scores(tile.block(b), tile.rows(b), &keys, scale, scores, &ahead);
             tile.hide(b, first, len, scores);
             kernels.softmax(scores, len, &mut state[b]);
         }
@@ -125,7 +150,7 @@ pub(super) fn attend(
 impl RowTile {
     /// Elements of its numerators.
     pub fn numerators(&self) -> usize {
-        self.q.len()
+        self.visible.len().next_multiple_of(BLOCK) * HEAD_DIM
     }
 
     /// Rows in block `b`.
