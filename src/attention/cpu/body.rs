@@ -56,6 +56,16 @@ pub(super) enum Part {
     Only(usize),
 }
 
+/// What is added to numerators: the weights from key `token` of a tile on, for a part of a block.
+#[derive(Clone, Copy)]
+pub(super) struct Addend<'a> {
+    pub weights: &'a Scores,
+    pub token: usize,
+    pub part: Part,
+    /// What the numerators are multiplied by first; `None` if they hold nothing yet.
+    pub rescale: Option<&'a [f32; BLOCK]>,
+}
+
 /// The scores of `R` query rows against all of `k`, `N` keys at a time.
 ///
 /// # Safety
@@ -182,15 +192,17 @@ pub(super) unsafe fn softmax<I: Isa>(scores: &mut Scores, tokens: usize, state: 
 ///
 /// # Safety
 ///
-/// `weights`, `rescale` and `numerator` start at a row of their block and `R` rows fit from there; and the instructions
-/// of `I` are there.
+/// `numerator`, and `rescale` if there is one, start at a row of their block and `R` rows fit from there; `weights` starts
+/// at this row too and `tokens` keys fit from there; `tokens` is at most the rows of `v`; and the instructions of `I` are
+/// there.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 unsafe fn accumulate_rows<I: Isa, E: Element, const R: usize, const C: usize>(
     weights: *const f32,
+    tokens: usize,
     v: &Rows,
     all: &[E],
-    rescale: *const f32,
-    fresh: bool,
+    rescale: Option<*const f32>,
     numerator: *mut f32,
     ahead: &Addresses,
 ) {
@@ -200,7 +212,7 @@ unsafe fn accumulate_rows<I: Isa, E: Element, const R: usize, const C: usize>(
     for s in 0..strips_per_row {
         let mut acc = [[I::splat(0.0); C]; R];
         let mut row = first.wrapping_add(s * strip);
-        for t in 0..v.len().min(TILE) {
+        for t in 0..tokens {
             let step = s * TILE + t;
             let at = step % strips_per_row * strip * ahead.size;
             let next = ahead.row(step / strips_per_row).wrapping_add(at);
@@ -220,63 +232,54 @@ unsafe fn accumulate_rows<I: Isa, E: Element, const R: usize, const C: usize>(
             row = row.wrapping_add(stride);
         }
         for r in 0..R {
-            let rescale = I::splat(*rescale.add(r));
+            let to = numerator.add(r * HEAD_DIM + s * strip);
             for c in 0..C {
-                let at = numerator.add(r * HEAD_DIM + s * strip + c * I::W);
-                let sum = if fresh {
-                    acc[r][c]
-                } else {
-                    I::fma(I::load(at), rescale, acc[r][c])
+                let to = to.add(c * I::W);
+                let sum = match rescale {
+                    Some(rescale) => I::fma(I::load(to), I::splat(*rescale.add(r)), acc[r][c]),
+                    None => acc[r][c],
                 };
-                I::store(at, sum);
+                I::store(to, sum);
             }
         }
     }
 }
 
-/// Adds the weighted rows of `v` to the numerators of a part of a block, or writes them where those are `fresh` and hold
-/// nothing yet.
+/// Adds weighted rows of `v` to the numerators of a block.
 ///
 /// # Safety
 ///
 /// The instructions of `I` are there.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
 pub(super) unsafe fn accumulate<I: Isa, E: Element>(
-    weights: &Scores,
-    part: Part,
+    addend: Addend,
     v: &Rows,
     all: &[E],
-    state: &BlockState,
-    fresh: bool,
     numerator: &mut BlockRows,
     ahead: &Addresses,
 ) {
-    let (first, rows) = match part {
+    let (first, rows) = match addend.part {
         Part::First(rows) => (0, rows),
         Part::Only(row) => (row.min(BLOCK - 1), 1),
     };
-    let weights = weights.as_ptr().add(first);
-    let rescale = state.rescale.as_ptr().add(first);
-    let numerator = numerator.as_mut_ptr().add(first * HEAD_DIM);
+    let token = addend.token.min(TILE);
+    let tokens = v.len().min(TILE - token);
+    let weights = addend.weights.as_ptr().wrapping_add(token * BLOCK + first);
+    let rescale = addend.rescale.map(|rescale| rescale.as_ptr().add(first));
+    let to = numerator.as_mut_ptr().add(first * HEAD_DIM);
     match rows {
-        1 => accumulate_rows::<I, E, 1, 4>(weights, v, all, rescale, fresh, numerator, ahead),
-        2 => accumulate_rows::<I, E, 2, 4>(weights, v, all, rescale, fresh, numerator, ahead),
-        3 | 4 => accumulate_rows::<I, E, 4, 2>(weights, v, all, rescale, fresh, numerator, ahead),
+        1 => accumulate_rows::<I, E, 1, 4>(weights, tokens, v, all, rescale, to, ahead),
+        2 => accumulate_rows::<I, E, 2, 4>(weights, tokens, v, all, rescale, to, ahead),
+        3 | 4 => accumulate_rows::<I, E, 4, 2>(weights, tokens, v, all, rescale, to, ahead),
         _ if I::W == 16 => {
-            accumulate_rows::<I, E, 8, 2>(weights, v, all, rescale, fresh, numerator, ahead)
+            accumulate_rows::<I, E, 8, 2>(weights, tokens, v, all, rescale, to, ahead)
         }
         _ => {
-            accumulate_rows::<I, E, 4, 2>(weights, v, all, rescale, fresh, numerator, ahead);
-            accumulate_rows::<I, E, 4, 2>(
-                weights.add(4),
-                v,
-                all,
-                rescale.add(4),
-                fresh,
-                numerator.add(4 * HEAD_DIM),
-                ahead,
-            );
+            accumulate_rows::<I, E, 4, 2>(weights, tokens, v, all, rescale, to, ahead);
+            let weights = weights.wrapping_add(4);
+            let rescale = rescale.map(|rescale| rescale.add(4));
+            let to = to.add(4 * HEAD_DIM);
+            accumulate_rows::<I, E, 4, 2>(weights, tokens, v, all, rescale, to, ahead)
         }
     }
 }

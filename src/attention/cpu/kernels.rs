@@ -4,7 +4,7 @@ use candle::{bail, Result};
 
 #[cfg(target_arch = "x86_64")]
 use super::bf16;
-use super::body::{self, BlockHalves, BlockRows, BlockState, Part, Scores};
+use super::body::{self, Addend, BlockHalves, BlockRows, BlockState, Scores};
 use super::isa::{Isa, Order, Portable};
 use super::rows::{Addresses, Elements, Rows};
 #[cfg(target_arch = "x86_64")]
@@ -83,7 +83,7 @@ impl CpuKernel {
 type ScoresFn = unsafe fn(&BlockRows, usize, &Rows, f32, &mut Scores, &Addresses);
 type HalvesFn = unsafe fn(&BlockHalves, usize, &Rows, f32, &mut Scores, &Addresses);
 type SoftmaxFn = unsafe fn(&mut Scores, usize, &mut BlockState);
-type AccumulateFn = unsafe fn(&Scores, Part, &Rows, &BlockState, bool, &mut BlockRows, &Addresses);
+type AccumulateFn = unsafe fn(Addend, &Rows, &mut BlockRows, &Addresses);
 type WidenFn = unsafe fn(&Rows, &mut [[f32; HEAD_DIM]]);
 
 /// Query rows of a block.
@@ -148,19 +148,9 @@ impl Kernels {
     }
 
     /// See [`body::accumulate`].
-    #[allow(clippy::too_many_arguments)]
-    pub fn accumulate(
-        &self,
-        weights: &Scores,
-        part: Part,
-        v: &Rows,
-        state: &BlockState,
-        fresh: bool,
-        numerator: &mut BlockRows,
-        ahead: &Addresses,
-    ) {
+    pub fn accumulate(&self, addend: Addend, v: &Rows, to: &mut BlockRows, ahead: &Addresses) {
         // SAFETY: as above.
-        unsafe { (self.accumulate)(weights, part, v, state, fresh, numerator, ahead) }
+        unsafe { (self.accumulate)(addend, v, to, ahead) }
     }
 
     /// See [`body::widen`].
@@ -206,19 +196,11 @@ macro_rules! kernels {
             }
 
             $(#[$features])?
-            unsafe fn accumulate(
-                w: &Scores,
-                part: Part,
-                v: &Rows,
-                state: &BlockState,
-                fresh: bool,
-                to: &mut BlockRows,
-                ahead: &Addresses,
-            ) {
+            unsafe fn accumulate(addend: Addend, v: &Rows, to: &mut BlockRows, ahead: &Addresses) {
                 match v.elements() {
-                    Elements::F32(all) => body::accumulate::<$isa, _>(w, part, v, all, state, fresh, to, ahead),
-                    Elements::F16(all) => body::accumulate::<$isa, _>(w, part, v, all, state, fresh, to, ahead),
-                    Elements::BF16(all) => body::accumulate::<$isa, _>(w, part, v, all, state, fresh, to, ahead),
+                    Elements::F32(all) => body::accumulate::<$isa, _>(addend, v, all, to, ahead),
+                    Elements::F16(all) => body::accumulate::<$isa, _>(addend, v, all, to, ahead),
+                    Elements::BF16(all) => body::accumulate::<$isa, _>(addend, v, all, to, ahead),
                 }
             }
 

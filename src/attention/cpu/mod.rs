@@ -15,6 +15,9 @@ mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+use std::cell::RefCell;
+use std::ops::Range;
+
 use candle::{CpuStorage, Result};
 use rayon::prelude::*;
 
@@ -22,8 +25,8 @@ use body::BlockState;
 pub use kernels::CpuKernel;
 use kernels::Kernels;
 use rows::Elements;
-use scratch::Scratch;
-use tile::{attend, state_of, RowTile};
+use scratch::{Lines, Scratch};
+use tile::{attend, state_of, RowTile, Work};
 
 use super::geometry::{AttentionGeometry, RowView, HEAD_DIM};
 use super::partial::finish_row;
@@ -47,12 +50,19 @@ pub(super) struct Call<'a> {
     v: Elements<'a>,
 }
 
-/// A tile of query rows: rows `first..` of one KV head of one batch row.
-#[derive(Clone, Copy)]
-struct Unit {
-    batch: usize,
-    kv_head: usize,
-    first: usize,
+/// What a thread keeps from task to task.
+struct Thread {
+    tile: RowTile,
+    numerators: Lines,
+    work: Work,
+}
+
+thread_local! {
+    static THREAD: RefCell<Thread> = RefCell::new(Thread {
+        tile: RowTile::new(),
+        numerators: Lines::zeros(0),
+        work: Work::new(),
+    });
 }
 
 /// States of tasks: the numerators of task `t` start at `t * slot`.
@@ -103,27 +113,57 @@ impl<'a> Call<'a> {
     fn attention<E: Stored>(&self) -> Vec<E> {
         let g = self.geometry;
         let mut out = vec![E::ZERO; g.batch * g.q_heads * g.q_len * HEAD_DIM];
-        let units_at_once = TASKS_AT_ONCE.div_ceil(self.partitions.count());
-        for first in (0..self.units()).step_by(units_at_once) {
-            let units = first..self.units().min(first + units_at_once);
-            let states = self.states(units.clone());
-            let finish = |(row, to): (usize, &mut [E])| {
-                let (unit, tile_row) = self.place(row);
-                if units.contains(&unit) {
-                    let first = (unit - units.start) * self.partitions.count();
-                    let partitions = first..first + self.partitions.count();
+        // The rows of a tile are neighbours in the output, tiles do not cross KV heads.
+        let mut tiles: Vec<&mut [E]> = out
+            .chunks_mut(g.rows_per_kv_head() * HEAD_DIM)
+            .flat_map(|head| head.chunks_mut(ROW_TILE * HEAD_DIM))
+            .collect();
+        if self.partitions.count() == 1 {
+            self.each(tiles.into_iter().enumerate().collect(), |(unit, out)| {
+                self.whole(unit, out)
+            });
+            return out;
+        }
+        let at_once = TASKS_AT_ONCE.div_ceil(self.partitions.count());
+        for (i, tiles) in tiles.chunks_mut(at_once).enumerate() {
+            let first = i * at_once;
+            let states = self.states(first..first + tiles.len());
+            self.each(tiles.iter_mut().enumerate().collect(), |(unit, out)| {
+                let first = unit * self.partitions.count();
+                let tasks = first..first + self.partitions.count();
+                for (row, out) in out.chunks_mut(HEAD_DIM).enumerate() {
                     let mut wide = [0f32; HEAD_DIM];
-                    finish_row(partitions.map(|task| states.row(task, tile_row)), &mut wide);
-                    E::store(&wide, to);
+                    finish_row(tasks.clone().map(|task| states.row(task, row)), &mut wide);
+                    E::store(&wide, out);
                 }
-            };
-            if self.is_small() {
-                out.chunks_mut(HEAD_DIM).enumerate().for_each(finish);
-            } else {
-                out.par_chunks_mut(HEAD_DIM).enumerate().for_each(finish);
-            }
+            });
         }
         out
+    }
+
+    /// A tile that is not partitioned, straight into the output.
+    fn whole<E: Stored>(&self, unit: usize, out: &mut [E]) {
+        THREAD.with_borrow_mut(|thread| {
+            let Thread {
+                tile,
+                numerators,
+                work,
+            } = thread;
+            self.load(unit, tile);
+            if numerators.len() < tile.len() {
+                *numerators = Lines::zeros(tile.len());
+            }
+            let numerators = &mut numerators[..tile.len()];
+            let range = self.partitions.range(0);
+            let blocks = self.run(unit, tile, range, numerators, work);
+            for (row, out) in out.chunks_mut(HEAD_DIM).enumerate() {
+                let (max, denominator) = state_of(&blocks, row);
+                let numerator = &numerators[row * HEAD_DIM..(row + 1) * HEAD_DIM];
+                let mut wide = [0f32; HEAD_DIM];
+                finish_row(std::iter::once((max, denominator, numerator)), &mut wide);
+                E::store(&wide, out);
+            }
+        });
     }
 
     /// Maxima, denominators and numerators, each partition-major, one after the other.
@@ -141,13 +181,24 @@ impl<'a> Call<'a> {
             .zip(numerators.par_chunks_mut(HEAD_DIM))
             .enumerate()
             .for_each(|(i, ((max, denominator), numerator))| {
-                let (unit, tile_row) = self.place(i % rows);
-                let task = unit * self.partitions.count() + i / rows;
-                let (m, d, n) = states.row(task, tile_row);
+                let (partition, row) = (i / rows, i % rows);
+                let (head, row) = (row / g.rows_per_kv_head(), row % g.rows_per_kv_head());
+                let unit = head * self.tiles_per_kv_head() + row / ROW_TILE;
+                let task = unit * self.partitions.count() + partition;
+                let (m, d, n) = states.row(task, row % ROW_TILE);
                 (*max, *denominator) = (m, d);
                 numerator.copy_from_slice(n);
             });
         packed
+    }
+
+    /// Runs `f` on each item: on all threads, or on this one where that is quicker.
+    fn each<T: Send>(&self, items: Vec<T>, f: impl Fn(T) + Send + Sync) {
+        if self.is_small() {
+            items.into_iter().for_each(f);
+        } else {
+            items.into_par_iter().for_each(f);
+        }
     }
 
     fn is_small(&self) -> bool {
@@ -157,36 +208,24 @@ impl<'a> Call<'a> {
     }
 
     /// States of `units`, unit-major, partitions ascending.
-    fn states(&self, units: std::ops::Range<usize>) -> States {
+    fn states(&self, units: Range<usize>) -> States {
         let partitions = self.partitions.count();
-        let small = self.is_small();
-        let tiles: Vec<_> = if small {
-            units.map(|unit| self.tile(unit)).collect()
-        } else {
-            units.into_par_iter().map(|unit| self.tile(unit)).collect()
-        };
-        let slot = tiles
-            .iter()
-            .map(|(_, tile)| tile.numerators())
-            .max()
-            .unwrap_or(0);
-        let tasks = tiles.len() * partitions;
-        let mut numerators = Scratch::take(tasks * slot);
-        let run = |(task, numerators): (usize, &mut [f32])| {
+        let mut tiles: Vec<_> = units.map(|unit| (unit, RowTile::new())).collect();
+        self.each(tiles.iter_mut().collect(), |(unit, tile)| {
+            self.load(*unit, tile)
+        });
+        let slot = tiles.iter().map(|(_, tile)| tile.len()).max().unwrap_or(0);
+        let mut numerators = Scratch::take(tiles.len() * partitions * slot);
+        let mut blocks = vec![Vec::new(); tiles.len() * partitions];
+        let tasks = numerators.chunks_mut(slot).zip(&mut blocks).enumerate();
+        self.each(tasks.collect(), |(task, (numerators, blocks))| {
             let (unit, tile) = &tiles[task / partitions];
-            self.run(
-                *unit,
-                tile,
-                self.partitions.range(task % partitions),
-                numerators,
-            )
-        };
-        let slots = &mut numerators[..tasks * slot];
-        let blocks = if small {
-            slots.chunks_mut(slot).enumerate().map(run).collect()
-        } else {
-            slots.par_chunks_mut(slot).enumerate().map(run).collect()
-        };
+            let range = self.partitions.range(task % partitions);
+            let numerators = &mut numerators[..tile.len()];
+            *blocks = THREAD.with_borrow_mut(|thread| {
+                self.run(*unit, tile, range, numerators, &mut thread.work)
+            });
+        });
         States {
             blocks,
             numerators,
@@ -197,22 +236,44 @@ impl<'a> Call<'a> {
     /// One task.
     fn run(
         &self,
-        unit: Unit,
+        unit: usize,
         tile: &RowTile,
-        range: std::ops::Range<usize>,
+        range: Range<usize>,
         numerators: &mut [f32],
+        work: &mut Work,
     ) -> Vec<BlockState> {
         let g = self.geometry;
+        let head = unit / self.tiles_per_kv_head();
         let rows = |elements: Elements<'a>, view: &RowView| {
-            elements.rows(
-                view.head_start(unit.batch, unit.kv_head),
-                view.row_stride,
-                g.kv_len,
-            )
+            let start = view.head_start(head / g.kv_heads, head % g.kv_heads);
+            elements.rows(start, view.row_stride, g.kv_len)
         };
         let (k, v) = (rows(self.k, &g.k), rows(self.v, &g.v));
-        let numerators = &mut numerators[..tile.numerators()];
-        attend(&self.kernels, tile, k, v, range, self.scale, numerators)
+        attend(
+            &self.kernels,
+            tile,
+            k,
+            v,
+            range,
+            self.scale,
+            numerators,
+            work,
+        )
+    }
+
+    /// Unit `u` is tile `u % tiles` of KV head `u / tiles`; the rows of a KV head are ordered as in q.
+    fn load(&self, unit: usize, tile: &mut RowTile) {
+        let g = self.geometry;
+        let head = unit / self.tiles_per_kv_head();
+        let (batch, kv_head) = (head / g.kv_heads, head % g.kv_heads);
+        let first = unit % self.tiles_per_kv_head() * ROW_TILE;
+        let last = g.rows_per_kv_head().min(first + ROW_TILE);
+        let rows = (first..last).map(|i| {
+            let (q_head, row) = (kv_head * g.group + i / g.q_len, i % g.q_len);
+            let start = g.q.head_start(batch, q_head) + row as u64 * g.q.row_stride;
+            (start, g.visible(row))
+        });
+        tile.load(&self.kernels, self.q, self.k, rows);
     }
 
     fn tiles_per_kv_head(&self) -> usize {
@@ -221,32 +282,5 @@ impl<'a> Call<'a> {
 
     fn units(&self) -> usize {
         self.geometry.batch * self.geometry.kv_heads * self.tiles_per_kv_head()
-    }
-
-    fn tile(&self, unit: usize) -> (Unit, RowTile) {
-        let g = self.geometry;
-        let head = unit / self.tiles_per_kv_head();
-        let unit = Unit {
-            batch: head / g.kv_heads,
-            kv_head: head % g.kv_heads,
-            first: unit % self.tiles_per_kv_head() * ROW_TILE,
-        };
-        let last = g.rows_per_kv_head().min(unit.first + ROW_TILE);
-        let rows = (unit.first..last).map(|i| {
-            let (row, q_head) = (i / g.group, unit.kv_head * g.group + i % g.group);
-            let start = g.q.head_start(unit.batch, q_head) + row as u64 * g.q.row_stride;
-            (start, g.visible(row))
-        });
-        (unit, RowTile::new(&self.kernels, self.q, self.k, rows))
-    }
-
-    /// The unit that a row of the output is in, and its row there.
-    fn place(&self, out_row: usize) -> (usize, usize) {
-        let g = self.geometry;
-        let (row, q_head) = (out_row % g.q_len, out_row / g.q_len % g.q_heads);
-        let batch = out_row / g.q_len / g.q_heads;
-        let i = row * g.group + q_head % g.group;
-        let head = batch * g.kv_heads + q_head / g.group;
-        (head * self.tiles_per_kv_head() + i / ROW_TILE, i % ROW_TILE)
     }
 }

@@ -4,57 +4,101 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::body::{BlockRows, BlockState, Part, Scores, BLOCK, TILE};
+use super::body::{Addend, BlockRows, BlockState, Part, Scores, BLOCK, TILE};
 use super::kernels::{Kernels, Queries};
 use super::rows::{Elements, Rows};
 use super::scratch::Lines;
 use crate::attention::geometry::HEAD_DIM;
+use crate::attention::plan::ROW_TILE;
 
 /// Query rows that share their KV head.
 pub(super) struct RowTile {
-    q: QueryRows,
+    /// Rows filled up with zeros to whole blocks: in f32, or left in bf16.
+    wide: Lines,
+    halves: Vec<bf16>,
+    keeps_halves: bool,
     /// Keys that each row sees, counted from the first.
     visible: Vec<usize>,
 }
 
-/// Rows of queries, filled up with zeros to whole blocks.
-enum QueryRows {
-    Wide(Lines),
-    Halves(Vec<bf16>),
-}
-
 impl RowTile {
-    /// Rows of `q` given as `(element offset, visible keys)`, made ready for keys of type `k`.
-    pub fn new(
+    pub fn new() -> Self {
+        Self {
+            wide: Lines::zeros(0),
+            halves: Vec::new(),
+            keeps_halves: false,
+            visible: Vec::new(),
+        }
+    }
+
+    /// Takes the rows of `q` given as `(element offset, visible keys)`, made ready for keys of type `k`.
+    pub fn load(
+        &mut self,
         kernels: &Kernels,
         q: Elements,
         k: Elements,
-        rows: impl ExactSizeIterator<Item = (u64, usize)>,
-    ) -> Self {
-        let len = rows.len().next_multiple_of(BLOCK) * HEAD_DIM;
+        rows: impl Iterator<Item = (u64, usize)>,
+    ) {
         let (starts, visible): (Vec<u64>, Vec<usize>) = rows.unzip();
+        self.visible = visible;
+        self.keeps_halves = kernels.keeps_halves(q, k);
+        let (used, len) = (starts.len() * HEAD_DIM, self.len());
         let rows = starts.iter().map(|start| q.rows(*start, 0, 1));
-        let q = if kernels.keeps_halves(q, k) {
-            let mut halves = vec![bf16::ZERO; len];
-            rows.zip(halves.chunks_exact_mut(HEAD_DIM))
-                .for_each(|(row, to)| row.copy_halves(to));
-            QueryRows::Halves(halves)
+        if self.keeps_halves {
+            self.halves.resize(len, bf16::ZERO);
+            self.halves[used..].fill(bf16::ZERO);
+            for (row, to) in rows.zip(self.halves.chunks_exact_mut(HEAD_DIM)) {
+                row.copy_halves(to);
+            }
         } else {
+            if self.wide.len() < len {
+                self.wide = Lines::zeros(len);
+            }
+            self.wide[used..len].fill(0.0);
             let order = kernels.order(k);
-            let mut wide = Lines::zeros(len);
-            for (row, to) in rows.zip(wide.chunks_exact_mut(HEAD_DIM)) {
+            for (row, to) in rows.zip(self.wide.chunks_exact_mut(HEAD_DIM)) {
                 row.widen(to);
                 order.apply(to);
             }
-            QueryRows::Wide(wide)
-        };
-        Self { q, visible }
+        }
+    }
+
+    /// Elements of its rows, and of their numerators.
+    pub fn len(&self) -> usize {
+        self.visible.len().next_multiple_of(BLOCK) * HEAD_DIM
     }
 
     fn block(&self, b: usize) -> Queries<'_> {
-        match &self.q {
-            QueryRows::Wide(q) => Queries::Wide(&q.as_chunks().0[b]),
-            QueryRows::Halves(q) => Queries::Halves(&q.as_chunks().0[b]),
+        if self.keeps_halves {
+            Queries::Halves(&self.halves.as_chunks().0[b])
+        } else {
+            Queries::Wide(&self.wide.as_chunks().0[b])
+        }
+    }
+
+    fn blocks(&self) -> usize {
+        self.visible.len().div_ceil(BLOCK)
+    }
+
+    /// How many of the keys `first..first + len` each row of block `b` sees.
+    fn seen(&self, b: usize, first: usize, len: usize) -> impl Iterator<Item = usize> + Clone + '_ {
+        let rows = &self.visible[b * BLOCK..self.visible.len().min((b + 1) * BLOCK)];
+        rows.iter()
+            .map(move |visible| visible.saturating_sub(first).min(len))
+    }
+}
+
+/// Buffers of one thread.
+pub(super) struct Work {
+    scores: Vec<Scores>,
+    wide: Lines,
+}
+
+impl Work {
+    pub fn new() -> Self {
+        Self {
+            scores: vec![[0.0; TILE * BLOCK]; ROW_TILE.div_ceil(BLOCK)],
+            wide: Lines::zeros(TILE * HEAD_DIM),
         }
     }
 }
@@ -66,6 +110,7 @@ pub(super) fn state_of(blocks: &[BlockState], row: usize) -> (f32, f32) {
 }
 
 /// The states of `tile` over the keys in `range`: returns the running softmax, writes all of `numerators`.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn attend(
     kernels: &Kernels,
     tile: &RowTile,
@@ -74,62 +119,79 @@ pub(super) fn attend(
     range: Range<usize>,
     scale: f32,
     numerators: &mut [f32],
+    work: &mut Work,
 ) -> Vec<BlockState> {
-    let blocks = tile.visible.chunks(BLOCK).len();
-    let mut state = vec![BlockState::EMPTY; blocks];
-    let mut scores = vec![[0f32; TILE * BLOCK]; blocks];
+    let mut state = vec![BlockState::EMPTY; tile.blocks()];
+    let numerators: &mut [BlockRows] = numerators.as_chunks_mut().0;
+    for (b, numerators) in numerators.iter_mut().enumerate() {
+        let any = |seen| seen > 0;
+        if !tile.seen(b, range.start, range.len()).any(any) {
+            numerators.fill(0.0);
+        }
+    }
     // No row sees past the last one's keys.
     let seen = tile.visible.iter().fold(0, |seen, n| seen.max(*n));
     let end = range.end.min(seen);
-    let mut wide = Wide::new(blocks);
-    if range.start >= end {
-        numerators.fill(0.0);
-    }
-
     for first in range.clone().step_by(TILE).take_while(|t| *t < end) {
         let len = TILE.min(end - first);
-        let keys = k.slice(first, len);
-        let values = v.slice(first, len);
-        // Each half of a tile brings in what the other half will read next.
+        let (keys, values) = (k.slice(first, len), v.slice(first, len));
+        // Each half of the work on a tile brings in what the other half will read next.
         let next_keys = k.slice(first + len, TILE).addresses();
         let next_values = values.addresses();
 
-        let keys = match tile.q {
-            QueryRows::Wide(_) => wide.stage(kernels, keys),
-            QueryRows::Halves(_) => keys,
+        let keys = if tile.keeps_halves {
+            keys
+        } else {
+            stage(kernels, keys, tile, &mut work.wide)
         };
-        for (b, scores) in scores.iter_mut().enumerate() {
+        for (b, scores) in work.scores.iter_mut().enumerate().take(tile.blocks()) {
+            let seen = tile.seen(b, first, len);
+            let most = seen.clone().fold(0, usize::max);
+            if most == 0 {
+                continue;
+            }
             let ahead = if b == 0 {
                 next_values
             } else {
                 keys.addresses()
             };
-            kernels.scores(tile.block(b), tile.rows(b), &keys, scale, scores, &ahead);
-            tile.hide(b, first, len, scores);
-            kernels.softmax(scores, len, &mut state[b]);
+            let (q, rows) = (tile.block(b), seen.clone().count());
+            kernels.scores(q, rows, &keys.slice(0, most), scale, scores, &ahead);
+            for (row, seen) in seen.enumerate() {
+                // Takes the keys that a row does not see out of its softmax.
+                (seen..most).for_each(|t| scores[t * BLOCK + row] = f32::NEG_INFINITY);
+            }
+            kernels.softmax(scores, most, &mut state[b]);
         }
-        let values = wide.stage(kernels, values);
-        let numerators: &mut [BlockRows] = numerators.as_chunks_mut().0;
-        for (b, (scores, to)) in scores.iter().zip(numerators).enumerate() {
+        let values = stage(kernels, values, tile, &mut work.wide);
+        for (b, (weights, to)) in work.scores.iter().zip(numerators.iter_mut()).enumerate() {
+            let seen = tile.seen(b, first, len);
+            if seen.clone().all(|seen| seen == 0) {
+                continue;
+            }
             let ahead = if b == 0 {
                 next_keys
             } else {
                 values.addresses()
             };
-            let mut add = |part, seen, ahead| {
-                let values = values.slice(0, seen);
-                let fresh = first == range.start;
-                kernels.accumulate(scores, part, &values, &state[b], fresh, to, ahead);
+            let common = seen.clone().fold(len, usize::min);
+            let together = Addend {
+                weights,
+                token: 0,
+                part: Part::First(seen.clone().count()),
+                rescale: (first > range.start).then_some(&state[b].rescale),
             };
-            let rows = tile.rows(b);
-            let seen = |row| tile.seen(b, row, first, len);
-            if (1..rows).all(|row| seen(row) == seen(0)) {
-                add(Part::First(rows), seen(0), &ahead);
-            } else {
-                // One by one: a weight of 0 would not keep out a NaN of a key that the row does not see.
-                for row in 0..rows {
-                    add(Part::Only(row), seen(row), &ahead);
-                }
+            kernels.accumulate(together, &values.slice(0, common), to, &ahead);
+            // The rest row by row: a weight of 0 would not keep out a NaN of a key that the row does not see.
+            for (row, seen) in seen.enumerate().filter(|(_, seen)| *seen > common) {
+                let alone = Addend {
+                    token: common,
+                    part: Part::Only(row),
+                    rescale: Some(&[1.0; BLOCK]),
+                    ..together
+                };
+                let rest = values.slice(common, seen - common);
+                kernels.accumulate(alone, &rest, to, &values.addresses());
             }
         }
     }
@@ -142,56 +204,17 @@ pub(super) fn attend(
     }
     let order = kernels.order(v.elements());
     numerators
+        .as_flattened_mut()
         .chunks_mut(HEAD_DIM)
         .for_each(|row| order.undo(row));
     state
 }
 
-impl RowTile {
-    /// Elements of its numerators.
-    pub fn numerators(&self) -> usize {
-        self.visible.len().next_multiple_of(BLOCK) * HEAD_DIM
-    }
-
-    /// Rows in block `b`.
-    fn rows(&self, b: usize) -> usize {
-        BLOCK.min(self.visible.len() - b * BLOCK)
-    }
-
-    /// Keys among `first..first + len` that a row of block `b` sees.
-    fn seen(&self, b: usize, row: usize, first: usize, len: usize) -> usize {
-        let visible = self.visible[b * BLOCK + row];
-        visible.saturating_sub(first).min(len)
-    }
-
-    /// Takes the scores of keys that a row does not see out of its softmax.
-    fn hide(&self, b: usize, first: usize, len: usize, scores: &mut Scores) {
-        for row in 0..self.rows(b) {
-            for t in self.seen(b, row, first, len)..len {
-                scores[t * BLOCK + row] = f32::NEG_INFINITY;
-            }
-        }
-    }
-}
-
 /// Half-precision rows in f32, for tiles of more than one block, which would widen them again for each.
-struct Wide {
-    rows: Option<Lines>,
-}
-
-impl Wide {
-    fn new(blocks: usize) -> Self {
-        let rows = (blocks > 1).then(|| Lines::zeros(TILE * HEAD_DIM));
-        Self { rows }
+fn stage<'a>(kernels: &Kernels, rows: Rows<'a>, tile: &RowTile, wide: &'a mut Lines) -> Rows<'a> {
+    if tile.blocks() == 1 || rows.is_f32() {
+        return rows;
     }
-
-    fn stage<'a>(&'a mut self, kernels: &Kernels, rows: Rows<'a>) -> Rows<'a> {
-        match &mut self.rows {
-            Some(wide) if !rows.is_f32() => {
-                kernels.widen(&rows, wide.as_chunks_mut().0);
-                Rows::contiguous(&wide[..rows.len() * HEAD_DIM])
-            }
-            _ => rows,
-        }
-    }
+    kernels.widen(&rows, wide.as_chunks_mut().0);
+    Rows::contiguous(&wide[..rows.len() * HEAD_DIM])
 }
