@@ -70,6 +70,11 @@ pub fn arm(name: &str, inputs: &Inputs, python: &str) -> Result<Run> {
     let op = AttentionD512::new(SCALE);
     match name {
         "limit" => Ok(timed(move || read(&k).and(read(&v)))),
+        "products" => {
+            let shape = inputs.shape;
+            let pairs = shape.batch * shape.q_heads * shape.kv_len;
+            Ok(timed(move || products(2 * pairs * 512)))
+        }
         "fused" => fused(op),
         "fused-avx512" => fused(op.cpu_kernel(CpuKernel::Avx512)),
         "fused-avx2" => fused(op.cpu_kernel(CpuKernel::Avx2)),
@@ -142,6 +147,38 @@ fn read(t: &Tensor) -> Result<()> {
     };
     std::hint::black_box(total);
     Ok(())
+}
+
+/// Does nothing but as many f32 multiply-adds as a decode needs, on all threads, out of registers.
+#[cfg(target_arch = "x86_64")]
+fn products(multiply_adds: usize) -> Result<()> {
+    use std::arch::x86_64::*;
+
+    #[target_feature(enable = "avx2,fma")]
+    fn run(vectors: usize) -> f32 {
+        let (x, y) = (_mm256_set1_ps(0.9999), _mm256_set1_ps(0.5));
+        let mut acc = [y; 12];
+        for _ in 0..std::hint::black_box(vectors / 12) {
+            for acc in &mut acc {
+                *acc = _mm256_fmadd_ps(*acc, x, y);
+            }
+        }
+        acc.iter().map(|acc| _mm256_cvtss_f32(*acc)).sum()
+    }
+    if !CpuKernel::Avx2.is_available() {
+        bail!("products: needs AVX2 and FMA");
+    }
+    let parts = 4 * rayon::current_num_threads();
+    (0..parts).into_par_iter().for_each(|_| {
+        // SAFETY: the CPU has AVX2 and FMA.
+        std::hint::black_box(unsafe { run(multiply_adds / 8 / parts) });
+    });
+    Ok(())
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn products(_: usize) -> Result<()> {
+    bail!("products: only written for x86-64")
 }
 
 /// candle's plain ops, query heads as rows against the cache as it is, softmax in f32.

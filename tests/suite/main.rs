@@ -1,8 +1,10 @@
 //! Every integration test, in one binary: linking candle once keeps the suite quick to build.
 
 mod attention_faults;
+mod attention_memory;
 mod attention_merge;
 mod attention_oracle;
+mod attention_properties;
 mod attention_refusals;
 mod attention_support;
 mod attention_views;

@@ -1,0 +1,62 @@
+//! Criterion groups `attention_d512/arm/length`, with throughput in bytes of K and V, so that a report reads as bandwidth.
+//!
+//! `cargo bench --bench attention -- --save-baseline before`. To compare arms with each other use `--bench ab`.
+
+use std::time::Duration;
+
+use candle::{DType, Device, Result, Tensor, D};
+use criterion::{BenchmarkId, Criterion, Throughput};
+use gem::AttentionD512;
+
+const SCALE: f32 = 0.044_194_174;
+const Q_HEADS: usize = 32;
+const KV_HEADS: usize = 4;
+
+fn random(heads: usize, len: usize, dtype: DType) -> Result<Tensor> {
+    Tensor::randn(0f32, 1.0, (1, heads, len, 512), &Device::Cpu)?.to_dtype(dtype)
+}
+
+fn grouped(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+    let rows = q.reshape((1, KV_HEADS, Q_HEADS / KV_HEADS, 512))?;
+    let scores = (rows.matmul(&k.t()?)?.to_dtype(DType::F32)? * SCALE as f64)?;
+    let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(q.dtype())?;
+    weights.matmul(v)?.reshape(q.shape())
+}
+
+fn decode(criterion: &mut Criterion) -> Result<()> {
+    for (name, dtype) in [
+        ("f32", DType::F32),
+        ("f16", DType::F16),
+        ("bf16", DType::BF16),
+    ] {
+        let mut group = criterion.benchmark_group(format!("attention_d512/{name}"));
+        for len in [128, 1024, 8192, 65_536] {
+            let q = random(Q_HEADS, 1, dtype)?;
+            let (k, v) = (random(KV_HEADS, len, dtype)?, random(KV_HEADS, len, dtype)?);
+            let op = AttentionD512::new(SCALE);
+            let geometry = op.check(&q, &k, &v)?;
+            group.throughput(Throughput::Bytes(geometry.kv_bytes()));
+            group.bench_function(BenchmarkId::new("fused", len), |b| {
+                b.iter(|| op.forward(&q, &k, &v))
+            });
+            if len <= 8192 {
+                group.bench_function(BenchmarkId::new("grouped", len), |b| {
+                    b.iter(|| grouped(&q, &k, &v))
+                });
+            }
+        }
+        group.finish();
+    }
+    Ok(())
+}
+
+fn main() -> Result<()> {
+    let mut criterion = Criterion::default()
+        .sample_size(20)
+        .warm_up_time(Duration::from_millis(500))
+        .measurement_time(Duration::from_secs(2))
+        .configure_from_args();
+    decode(&mut criterion)?;
+    criterion.final_summary();
+    Ok(())
+}
