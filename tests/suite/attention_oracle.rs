@@ -15,14 +15,9 @@ const PARTITIONS: [usize; 7] = [1, 2, 7, 31, 32, 33, 64];
 const F32_ERROR: f64 = 2e-6;
 
 fn kernels() -> impl Iterator<Item = CpuKernel> {
-    [
-        CpuKernel::Portable,
-        CpuKernel::Avx2,
-        CpuKernel::Avx512,
-        CpuKernel::Avx512Bf16,
-    ]
-    .into_iter()
-    .filter(|kernel| kernel.is_available())
+    CpuKernel::ALL
+        .into_iter()
+        .filter(|kernel| kernel.is_available())
 }
 
 #[test]

@@ -47,10 +47,8 @@ pub fn oracle(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -> R
     for (i, q) in q.chunks(dim).enumerate() {
         let (b, head, row) = (i / q_len / q_heads, i / q_len % q_heads, i % q_len);
         let kv_head = b * kv_heads + head * kv_heads / q_heads;
-        let rows = |x: &'_ [f32]| -> Vec<f32> {
-            x[kv_head * kv_len * dim..(kv_head + 1) * kv_len * dim].to_vec()
-        };
-        let (k, v) = (rows(&k), rows(&v));
+        let of_head = kv_head * kv_len * dim..(kv_head + 1) * kv_len * dim;
+        let (k, v) = (&k[of_head.clone()], &v[of_head]);
         let seen = if causal {
             kv_len - q_len + row + 1
         } else {

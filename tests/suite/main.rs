@@ -1,5 +1,6 @@
 //! Every integration test, in one binary: linking candle once keeps the suite quick to build.
 
+mod attention_audit;
 mod attention_faults;
 mod attention_memory;
 mod attention_merge;

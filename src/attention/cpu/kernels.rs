@@ -27,11 +27,14 @@ pub enum CpuKernel {
 }
 
 impl CpuKernel {
+    /// From the slowest to the fastest.
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+
     /// The fastest one that this CPU can run.
     pub fn best() -> Self {
-        [Self::Avx512Bf16, Self::Avx512, Self::Avx2]
+        Self::ALL
             .into_iter()
-            .find(|kernel| kernel.is_available())
+            .rfind(|kernel| kernel.is_available())
             .unwrap_or(Self::Portable)
     }
 
