@@ -66,6 +66,13 @@ pub(super) struct Addend<'a> {
     pub rescale: Option<&'a [f32; BLOCK]>,
 }
 
+/// Cache lines that `elements` of the type at hand fill: what is prefetched for as many elements of the rows ahead, which
+/// nearly always have the same type. A number known at compile time costs nothing in the innermost loops.
+#[inline(always)]
+fn lines<E>(elements: usize) -> usize {
+    (elements * size_of::<E>()).div_ceil(64)
+}
+
 /// The scores of `R` query rows against all of `k`, `N` keys at a time.
 ///
 /// # Safety
@@ -94,10 +101,10 @@ unsafe fn scores_rows<I: Isa, E: Element, const R: usize, const N: usize>(
         let mut acc = [[I::splat(0.0); N]; R];
         for d32 in 0..HEAD_DIM / 32 {
             for n in 0..N {
-                // Two cache lines of f32; of halves, one line twice: cheaper than a branch.
-                let lines = next[n].wrapping_add(d32 * 32 * ahead.size);
-                I::prefetch(lines);
-                I::prefetch(lines.wrapping_add(16 * ahead.size));
+                let next = next[n].wrapping_add(d32 * 32 * ahead.size);
+                for line in 0..lines::<E>(32) {
+                    I::prefetch(next.wrapping_add(line * 64));
+                }
             }
             for d in (d32 * 32..d32 * 32 + 32).step_by(2 * I::W) {
                 let mut key = [[I::splat(0.0); 2]; N];
@@ -216,8 +223,8 @@ unsafe fn accumulate_rows<I: Isa, E: Element, const R: usize, const C: usize>(
             let step = s * TILE + t;
             let at = step % strips_per_row * strip * ahead.size;
             let next = ahead.row(step / strips_per_row).wrapping_add(at);
-            for line in 0..strip.div_ceil(16) {
-                I::prefetch(next.wrapping_add(line * 16 * ahead.size));
+            for line in 0..lines::<E>(strip) {
+                I::prefetch(next.wrapping_add(line * 64));
             }
             let mut value = [I::splat(0.0); C];
             for c in (0..C).step_by(2) {
