@@ -43,6 +43,12 @@ impl Partitions {
         self.count
     }
 
+    /// Partitions that have a key; those after them are empty.
+    pub fn live(&self) -> usize {
+        let size = self.len.div_ceil(self.count).max(1);
+        self.len.div_ceil(size)
+    }
+
     /// Keys of partition `p`, empty past the end of the sequence.
     pub fn range(&self, p: usize) -> Range<usize> {
         let size = self.len.div_ceil(self.count);

@@ -4,7 +4,7 @@ use candle::{DType, Result};
 use gem::attention::CpuKernel;
 use gem::{attention_d512, AttentionD512};
 
-use crate::attention_support::{inputs, max_error, oracle, SCALE};
+use crate::attention_support::{bits, inputs, max_error, oracle, SCALE};
 
 const LENGTHS: [usize; 16] = [
     1, 3, 4, 5, 31, 32, 33, 511, 512, 513, 1023, 1024, 1025, 8191, 8192, 8193,
@@ -37,21 +37,38 @@ fn decode_equals_the_oracle_at_every_length_with_any_number_of_partitions() -> R
 }
 
 #[test]
-fn every_group_size_and_batch_equals_the_oracle_on_every_kernel() -> Result<()> {
+fn every_group_size_batch_and_dtype_equals_the_oracle_on_every_kernel() -> Result<()> {
     for group in [1, 2, 3, 4, 6, 8, 16, 72] {
-        for batch in 1..=3 {
-            let [q, k, v] = inputs(group as u64, (batch, 2 * group, 2, 1, 100))?;
+        for (batch, dtype) in [(1, DType::BF16), (2, DType::F16), (3, DType::F32)] {
+            let inputs = inputs(group as u64, (batch, 2 * group, 2, 1, 100))?;
+            let [q, k, v] = inputs.map(|t| t.to_dtype(dtype));
+            let (q, k, v) = (q?, k?, v?);
             let want = oracle(&q, &k, &v, SCALE as f64, true)?;
             for kernel in kernels() {
                 let op = AttentionD512::new(SCALE).cpu_kernel(kernel);
-                let error = max_error(&op.forward(&q, &k, &v)?, &want)?;
+                // Finished in f32 even where q is not, so that no rounding hides an error.
+                let got = op.partials(&q, &k, &v)?.finish(DType::F32)?;
+                let error = max_error(&got, &want)?;
                 assert!(
                     error < F32_ERROR,
-                    "group {group}, batch {batch}, {kernel:?}: {error:e}"
+                    "group {group}, {dtype:?}, {kernel:?}: {error:e}"
+                );
+                assert_eq!(
+                    bits(&op.forward(&q, &k, &v)?)?,
+                    bits(&got.to_dtype(dtype)?)?
                 );
             }
         }
     }
+    Ok(())
+}
+
+#[test]
+fn more_partitions_than_keys_cost_nothing_and_change_nothing() -> Result<()> {
+    let [q, k, v] = inputs(3, (1, 8, 1, 1, 40))?;
+    let op = AttentionD512::new(SCALE);
+    let want = bits(&op.partitions(40).forward(&q, &k, &v)?)?;
+    assert_eq!(bits(&op.partitions(1 << 40).forward(&q, &k, &v)?)?, want);
     Ok(())
 }
 

@@ -232,3 +232,36 @@ impl Isa for Portable {
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_f16_widens_to_its_value() {
+        for bits in 0..=u16::MAX {
+            let want = f16::from_bits(bits).to_f32();
+            let got = f16_to_f32(bits);
+            assert!(
+                got == want || got.is_nan() && want.is_nan(),
+                "{bits:#06x}: {got} {want}"
+            );
+        }
+    }
+
+    #[test]
+    fn undoing_an_order_gives_the_plain_row_back() {
+        let plain: Vec<f32> = (0..512).map(|i| i as f32).collect();
+        for order in [
+            Order::Plain,
+            Order::Pairs { lanes: 8 },
+            Order::Pairs { lanes: 16 },
+        ] {
+            let mut row = plain.clone();
+            order.apply(&mut row);
+            assert_eq!(row == plain, order == Order::Plain);
+            order.undo(&mut row);
+            assert_eq!(row, plain);
+        }
+    }
+}

@@ -118,19 +118,20 @@ impl<'a> Call<'a> {
             .chunks_mut(g.rows_per_kv_head() * HEAD_DIM)
             .flat_map(|head| head.chunks_mut(ROW_TILE * HEAD_DIM))
             .collect();
-        if self.partitions.count() == 1 {
+        // Merging with an empty state is the identity, so those need not be made.
+        let partitions = self.partitions.live();
+        if partitions == 1 {
             self.each(tiles.into_iter().enumerate().collect(), |(unit, out)| {
                 self.whole(unit, out)
             });
             return out;
         }
-        let at_once = TASKS_AT_ONCE.div_ceil(self.partitions.count());
+        let at_once = TASKS_AT_ONCE.div_ceil(partitions);
         for (i, tiles) in tiles.chunks_mut(at_once).enumerate() {
             let first = i * at_once;
-            let states = self.states(first..first + tiles.len());
+            let states = self.states(first..first + tiles.len(), partitions);
             self.each(tiles.iter_mut().enumerate().collect(), |(unit, out)| {
-                let first = unit * self.partitions.count();
-                let tasks = first..first + self.partitions.count();
+                let tasks = unit * partitions..(unit + 1) * partitions;
                 for (row, out) in out.chunks_mut(HEAD_DIM).enumerate() {
                     let mut wide = [0f32; HEAD_DIM];
                     finish_row(tasks.clone().map(|task| states.row(task, row)), &mut wide);
@@ -171,7 +172,7 @@ impl<'a> Call<'a> {
         let g = self.geometry;
         let rows = g.batch * g.q_heads * g.q_len;
         let count = rows * self.partitions.count();
-        let states = self.states(0..self.units());
+        let states = self.states(0..self.units(), self.partitions.count());
         let mut packed = vec![0f32; count * (2 + HEAD_DIM)];
         let (maxima, rest) = packed.split_at_mut(count);
         let (denominators, numerators) = rest.split_at_mut(count);
@@ -207,9 +208,8 @@ impl<'a> Call<'a> {
         pairs.saturating_mul(2 * HEAD_DIM) < SERIAL_WORK
     }
 
-    /// States of `units`, unit-major, partitions ascending.
-    fn states(&self, units: Range<usize>) -> States {
-        let partitions = self.partitions.count();
+    /// States of `units` in the first `partitions`, unit-major, partitions ascending.
+    fn states(&self, units: Range<usize>, partitions: usize) -> States {
         let mut tiles: Vec<_> = units.map(|unit| (unit, RowTile::new())).collect();
         self.each(tiles.iter_mut().collect(), |(unit, tile)| {
             self.load(*unit, tile)

@@ -86,10 +86,10 @@ impl<'a> Rows<'a> {
     /// once here, so that kernels need no check per row.
     #[inline(always)]
     pub fn span<E>(&self, all: &[E]) -> (*const E, usize) {
-        let end = match self.len {
-            0 => self.start,
-            len => self.start + (len - 1) * self.stride + HEAD_DIM,
-        };
+        if self.len == 0 {
+            return (all.as_ptr(), 0);
+        }
+        let end = self.start + (self.len - 1) * self.stride + HEAD_DIM;
         (all[self.start..end].as_ptr(), self.stride)
     }
 
