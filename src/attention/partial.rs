@@ -334,9 +334,7 @@ fn finish_all<E: Stored>(states: &States) -> CpuStorage {
     out.par_chunks_mut(states.dim)
         .enumerate()
         .for_each(|(row, out)| {
-            let mut wide = vec![0f32; states.dim];
-            finish_row(states.row(row), &mut wide);
-            E::store(&wide, out);
+            E::fill(out, |wide| finish_row(states.row(row), wide));
         });
     E::into_storage(out)
 }
@@ -346,9 +344,26 @@ pub(super) fn finish_row<'a>(
     states: impl Iterator<Item = (f32, f32, &'a [f32])> + Clone,
     out: &mut [f32],
 ) {
-    let (_, denominator) = merge_row(states, out);
-    if denominator != 0.0 {
-        out.iter_mut().for_each(|o| *o /= denominator);
+    let mut live = states
+        .clone()
+        .filter(|(_, denominator, _)| *denominator != 0.0);
+    let (denominator, alone) = match (live.next(), live.next()) {
+        // The weight of a lone state is 1.
+        (Some((_, denominator, numerator)), None) => (denominator, Some(numerator)),
+        _ => (merge_row(states, out).1, None),
+    };
+    // One division per row; at a single key 512 of them were half of the time.
+    let reciprocal = if denominator == 0.0 {
+        0.0
+    } else {
+        1.0 / denominator
+    };
+    match alone {
+        Some(numerator) => {
+            let pairs = out.iter_mut().zip(numerator);
+            pairs.for_each(|(out, o)| *out = o * reciprocal);
+        }
+        None => out.iter_mut().for_each(|o| *o *= reciprocal),
     }
 }
 

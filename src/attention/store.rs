@@ -8,8 +8,9 @@ use half::{bf16, f16};
 pub(super) trait Stored: Copy + Send + Sync + 'static {
     const ZERO: Self;
 
-    /// Rounds once, to nearest even.
-    fn store(from: &[f32], to: &mut [Self]);
+    /// Writes what `fill` makes of an f32 buffer of the same length, rounded once, to nearest even. The buffer may hold
+    /// anything before.
+    fn fill(to: &mut [Self], fill: impl FnOnce(&mut [f32]));
 
     fn into_storage(values: Vec<Self>) -> CpuStorage;
 }
@@ -17,8 +18,8 @@ pub(super) trait Stored: Copy + Send + Sync + 'static {
 impl Stored for f32 {
     const ZERO: Self = 0.0;
 
-    fn store(from: &[f32], to: &mut [Self]) {
-        to.copy_from_slice(from);
+    fn fill(to: &mut [Self], fill: impl FnOnce(&mut [f32])) {
+        fill(to);
     }
 
     fn into_storage(values: Vec<Self>) -> CpuStorage {
@@ -29,8 +30,10 @@ impl Stored for f32 {
 impl Stored for f16 {
     const ZERO: Self = f16::ZERO;
 
-    fn store(from: &[f32], to: &mut [Self]) {
-        to.convert_from_f32_slice(from);
+    fn fill(to: &mut [Self], fill: impl FnOnce(&mut [f32])) {
+        let mut wide = vec![0f32; to.len()];
+        fill(&mut wide);
+        to.convert_from_f32_slice(&wide);
     }
 
     fn into_storage(values: Vec<Self>) -> CpuStorage {
@@ -41,8 +44,10 @@ impl Stored for f16 {
 impl Stored for bf16 {
     const ZERO: Self = bf16::ZERO;
 
-    fn store(from: &[f32], to: &mut [Self]) {
-        to.convert_from_f32_slice(from);
+    fn fill(to: &mut [Self], fill: impl FnOnce(&mut [f32])) {
+        let mut wide = vec![0f32; to.len()];
+        fill(&mut wide);
+        to.convert_from_f32_slice(&wide);
     }
 
     fn into_storage(values: Vec<Self>) -> CpuStorage {

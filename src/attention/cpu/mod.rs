@@ -36,8 +36,8 @@ use super::store::Stored;
 /// Tasks whose states are held at once. Bounds scratch whatever the query length, and is no function of the threads.
 const TASKS_AT_ONCE: usize = 128;
 
-/// Multiply-adds below which waking other threads costs more than it saves.
-const SERIAL_WORK: usize = 1 << 18;
+/// Multiply-adds that one core does in the time that waking the others takes, about 30 us.
+const SERIAL_WORK: usize = 1 << 21;
 
 /// One call: the problem, how it is cut, and the stored elements.
 pub(super) struct Call<'a> {
@@ -102,7 +102,7 @@ impl<'a> Call<'a> {
 
     /// `(batch, q_heads, q_len, 512)`.
     pub fn forward<E: Stored>(&self) -> Vec<E> {
-        if self.is_small() {
+        if self.is_serial() {
             self.attention()
         } else {
             // One entry into the thread pool instead of one for each parallel step.
@@ -133,9 +133,8 @@ impl<'a> Call<'a> {
             self.each(tiles.iter_mut().enumerate().collect(), |(unit, out)| {
                 let tasks = unit * partitions..(unit + 1) * partitions;
                 for (row, out) in out.chunks_mut(HEAD_DIM).enumerate() {
-                    let mut wide = [0f32; HEAD_DIM];
-                    finish_row(tasks.clone().map(|task| states.row(task, row)), &mut wide);
-                    E::store(&wide, out);
+                    let states = tasks.clone().map(|task| states.row(task, row));
+                    E::fill(out, |wide| finish_row(states, wide));
                 }
             });
         }
@@ -160,9 +159,8 @@ impl<'a> Call<'a> {
             for (row, out) in out.chunks_mut(HEAD_DIM).enumerate() {
                 let (max, denominator) = state_of(&blocks, row);
                 let numerator = &numerators[row * HEAD_DIM..(row + 1) * HEAD_DIM];
-                let mut wide = [0f32; HEAD_DIM];
-                finish_row(std::iter::once((max, denominator, numerator)), &mut wide);
-                E::store(&wide, out);
+                let state = std::iter::once((max, denominator, numerator));
+                E::fill(out, |wide| finish_row(state, wide));
             }
         });
     }
@@ -195,17 +193,18 @@ impl<'a> Call<'a> {
 
     /// Runs `f` on each item: on all threads, or on this one where that is quicker.
     fn each<T: Send>(&self, items: Vec<T>, f: impl Fn(T) + Send + Sync) {
-        if self.is_small() {
+        if self.is_serial() {
             items.into_iter().for_each(f);
         } else {
             items.into_par_iter().for_each(f);
         }
     }
 
-    fn is_small(&self) -> bool {
+    /// Decides who computes, never what.
+    fn is_serial(&self) -> bool {
         let g = self.geometry;
         let pairs = (g.batch * g.q_heads * g.q_len).saturating_mul(g.kv_len);
-        pairs.saturating_mul(2 * HEAD_DIM) < SERIAL_WORK
+        pairs.saturating_mul(2 * HEAD_DIM) < SERIAL_WORK || rayon::current_num_threads() == 1
     }
 
     /// States of `units` in the first `partitions`, unit-major, partitions ascending.
