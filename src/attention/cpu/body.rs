@@ -153,6 +153,8 @@ pub(super) unsafe fn scores<I: Isa, E: Element>(
         1 => scores_rows::<I, E, 1, 8>(q, k, all, scale, out, ahead),
         2 => scores_rows::<I, E, 2, 4>(q, k, all, scale, out, ahead),
         3 | 4 => scores_rows::<I, E, 4, 3>(q, k, all, scale, out, ahead),
+        // The first token of a conversation: three columns for one key would be three times the work.
+        _ if I::W == 16 && k.len() == 1 => scores_rows::<I, E, 8, 1>(q, k, all, scale, out, ahead),
         _ if I::W == 16 => scores_rows::<I, E, 8, 3>(q, k, all, scale, out, ahead),
         _ => {
             // 16 registers hold 4 x 3 sums, not 8 x 3.
