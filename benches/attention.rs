@@ -4,8 +4,9 @@
 
 use std::time::Duration;
 
-use candle::{DType, Device, Result, Tensor, D};
+use candle::{DType, Device, Result, Tensor};
 use criterion::{BenchmarkId, Criterion, Throughput};
+use gem::attention::reference::{self, Visible};
 use gem::AttentionD512;
 
 const SCALE: f32 = 0.044_194_174;
@@ -14,13 +15,6 @@ const KV_HEADS: usize = 4;
 
 fn random(heads: usize, len: usize, dtype: DType) -> Result<Tensor> {
     Tensor::randn(0f32, 1.0, (1, heads, len, 512), &Device::Cpu)?.to_dtype(dtype)
-}
-
-fn grouped(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-    let rows = q.reshape((1, KV_HEADS, Q_HEADS / KV_HEADS, 512))?;
-    let scores = (rows.matmul(&k.t()?)?.to_dtype(DType::F32)? * SCALE as f64)?;
-    let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(q.dtype())?;
-    weights.matmul(v)?.reshape(q.shape())
 }
 
 fn decode(criterion: &mut Criterion) -> Result<()> {
@@ -40,8 +34,8 @@ fn decode(criterion: &mut Criterion) -> Result<()> {
                 b.iter(|| op.forward(&q, &k, &v))
             });
             if len <= 8192 {
-                group.bench_function(BenchmarkId::new("grouped", len), |b| {
-                    b.iter(|| grouped(&q, &k, &v))
+                group.bench_function(BenchmarkId::new("reference", len), |b| {
+                    b.iter(|| reference::attention(&q, &k, &v, SCALE, Visible::All))
                 });
             }
         }

@@ -5,7 +5,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
-use candle::{DType, Device, Tensor, D};
+use candle::{DType, Device, Tensor};
+use gem::attention::reference::{self, Visible};
 use gem::attention::CpuKernel;
 use gem::AttentionD512;
 use rayon::prelude::*;
@@ -181,35 +182,18 @@ fn products(_: usize) -> Result<()> {
     bail!("products: only written for x86-64")
 }
 
-/// candle's plain ops, query heads as rows against the cache as it is, softmax in f32.
+/// The reference path: candle's plain ops, query heads as rows against the cache as it is, softmax in f32.
 fn grouped(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-    let (batch, q_heads, q_len, dim) = q.dims4()?;
-    let (_, kv_heads, kv_len, _) = k.dims4()?;
-    let group = q_heads / kv_heads;
-    let rows = q.reshape((batch, kv_heads, group * q_len, dim))?;
-    let scores = (rows.matmul(&k.t()?)?.to_dtype(DType::F32)? * SCALE as f64)?;
-    let scores = if q_len > 1 {
-        let seen = |row: usize| kv_len - q_len + row + 1;
-        let mask: Vec<f32> = (0..q_len * kv_len)
-            .map(|i| {
-                if i % kv_len < seen(i / kv_len) {
-                    0.0
-                } else {
-                    f32::NEG_INFINITY
-                }
-            })
-            .collect();
-        let mask = Tensor::from_vec(mask, (1, 1, q_len, kv_len), q.device())?;
-        let by_head = (batch, q_heads, q_len, kv_len);
-        scores
-            .reshape(by_head)?
-            .broadcast_add(&mask)?
-            .reshape(scores.shape())?
-    } else {
-        scores
+    let first_query = k.dim(2)? - q.dim(2)?;
+    let visible = match q.dim(2)? {
+        1 => Visible::All,
+        _ => Visible::Causal {
+            first_query,
+            first_key: 0,
+            window: None,
+        },
     };
-    let weights = candle_nn::ops::softmax(&scores, D::Minus1)?.to_dtype(q.dtype())?;
-    Ok(weights.matmul(v)?.reshape((batch, q_heads, q_len, dim))?)
+    Ok(reference::attention(q, k, v, SCALE, visible)?)
 }
 
 /// A Python process that holds its own tensors of the same shape and times itself when asked.

@@ -3,7 +3,7 @@
 
 use crate::common::fixture::{fixture_checkpoint, FIXTURES};
 use crate::common::golden::{golden_tensors, Digest, Golden};
-use crate::common::numeric::{max_abs_diff, nmse, randn, rms_diff};
+use crate::common::numeric::{max_abs_diff, nmse, normal, rms_diff};
 use candle::{DType, Device, Result, Tensor};
 use sha2::{Digest as _, Sha256};
 
@@ -71,7 +71,7 @@ fn assert_digest(row: &Tensor, l2: f64, sum: f64) -> Result<()> {
 
 #[test]
 fn distances_see_a_single_wrong_value_and_a_nan() -> Result<()> {
-    let want = randn(1, (3, 7))?;
+    let want = normal(1, (3, 7), DType::F32)?;
     let spike = |value: f32| {
         let mut values = vec![0f32; 21];
         values[20] = value;
@@ -91,9 +91,9 @@ fn distances_see_a_single_wrong_value_and_a_nan() -> Result<()> {
 
 #[test]
 fn random_tensors_are_unit_normal_and_follow_their_seed() -> Result<()> {
-    let x = randn(7, (100, 1000))?;
-    assert_eq!(max_abs_diff(&x, &randn(7, (100, 1000))?)?, 0.0);
-    assert!(max_abs_diff(&x, &randn(8, (100, 1000))?)? > 1.0);
+    let x = normal(7, (100, 1000), DType::F32)?;
+    assert_eq!(max_abs_diff(&x, &normal(7, (100, 1000), DType::F32)?)?, 0.0);
+    assert!(max_abs_diff(&x, &normal(8, (100, 1000), DType::F32)?)? > 1.0);
     let mean = x.mean_all()?.to_scalar::<f32>()?;
     let variance = x.sqr()?.mean_all()?.to_scalar::<f32>()?;
     assert!(mean.abs() < 0.02 && (variance - 1.0).abs() < 0.02);

@@ -1,6 +1,6 @@
 //! Attention in plain candle ops is attention: it is what the fused ops are compared with, so it gets its own proof.
 
-use crate::common::numeric::{max_abs_diff, randn};
+use crate::common::numeric::{max_abs_diff, normal};
 use crate::common::{message, oracle};
 use candle::{DType, Device, Tensor};
 use gem::attention::reference::{attention, Visible};
@@ -13,9 +13,10 @@ fn qkv(
     kv_len: usize,
     dim: usize,
 ) -> (Tensor, Tensor, Tensor) {
-    let q = (randn(seed, (2, q_heads, q_len, dim)).unwrap() / (dim as f64).sqrt()).unwrap();
-    let k = randn(seed + 1, (2, kv_heads, kv_len, dim)).unwrap();
-    let v = randn(seed + 2, (2, kv_heads, kv_len, dim)).unwrap();
+    let q = (normal(seed, (2, q_heads, q_len, dim), DType::F32).unwrap() / (dim as f64).sqrt())
+        .unwrap();
+    let k = normal(seed + 1, (2, kv_heads, kv_len, dim), DType::F32).unwrap();
+    let v = normal(seed + 2, (2, kv_heads, kv_len, dim), DType::F32).unwrap();
     (q, k, v)
 }
 
