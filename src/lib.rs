@@ -33,6 +33,8 @@
 //! |---|---|---|
 //! | `fused` | yes | [`AttentionPath::default()`](models::gemma4::AttentionPath) is the fused path; both are always compiled |
 
+#![warn(missing_docs)]
+
 pub mod attention;
 pub mod models;
 

@@ -1,9 +1,10 @@
 //! Every attention path on the same prompt, token by token in turn, so that both see the same machine.
 
 use crate::args::Args;
-use crate::run::{feed, new_cache, prefill};
+use crate::report::rate;
+use crate::run::{feed, new_cache};
 use anyhow::Result;
-use candle::Tensor;
+use candle::{DType, Device, Tensor};
 use gem::models::gemma4::{AttentionPath, Cache, Model, StopTokens};
 use serde::Serialize;
 use std::time::Instant;
@@ -28,35 +29,82 @@ pub struct Comparison {
     pub generated: Vec<u32>,
 }
 
+/// A path on its way through the prompt and the answer.
+struct Side {
+    cache: Cache,
+    logits: Tensor,
+    prompt_seconds: f64,
+    generated_seconds: f64,
+}
+
+/// Feeds `tokens` to every side, in turn and the other way round every other time, so that no side always goes first.
+fn feed_all(
+    model: &Model,
+    sides: &mut [Side],
+    tokens: &[u32],
+    turn: usize,
+    seconds: fn(&mut Side) -> &mut f64,
+) -> Result<()> {
+    let mut order: Vec<usize> = (0..sides.len()).collect();
+    if turn % 2 == 1 {
+        order.reverse();
+    }
+    for i in order {
+        let side = &mut sides[i];
+        let start = Instant::now();
+        side.logits = feed(model, &mut side.cache, tokens)?;
+        *seconds(side) += start.elapsed().as_secs_f64();
+    }
+    Ok(())
+}
+
 pub fn compare(
     model: &Model,
     prompt: &[u32],
     stop: &StopTokens,
     args: &Args,
 ) -> Result<Comparison> {
-    let mut arms = Vec::new();
-    let mut state: Vec<(Cache, Tensor, f64)> = Vec::new();
+    // The first pass of a process pays for cold memory.
     for path in AttentionPath::ALL {
-        let mut cache = new_cache(model, path, args, prompt)?;
-        let (logits, seconds) = prefill(model, &mut cache, prompt, args)?;
+        feed(
+            model,
+            &mut model.new_cache(path)?,
+            &prompt[..prompt.len().min(args.prefill_chunk)],
+        )?;
+    }
+    let mut arms = Vec::new();
+    let mut sides = Vec::new();
+    for path in AttentionPath::ALL {
         arms.push(Arm {
             attention: path.name(),
-            prompt_tokens_per_second: prompt.len() as f64 / seconds,
+            prompt_tokens_per_second: 0.0,
             generated_tokens_per_second: 0.0,
             max_logit_difference: 0.0,
             first_difference: None,
             sliding_cache_bytes: 0,
             full_cache_bytes: 0,
         });
-        state.push((cache, logits, 0.0));
+        let logits = Tensor::zeros(model.config().vocab_size, DType::F32, &Device::Cpu)?;
+        let cache = new_cache(model, path, args, prompt)?;
+        sides.push(Side {
+            cache,
+            logits,
+            prompt_seconds: 0.0,
+            generated_seconds: 0.0,
+        });
+    }
+    for (turn, chunk) in prompt.chunks(args.prefill_chunk).enumerate() {
+        feed_all(model, &mut sides, chunk, turn, |side| {
+            &mut side.prompt_seconds
+        })?;
     }
     let mut generated = Vec::new();
     let mut fed = 0;
     loop {
-        let first = state[0].1.to_vec1::<f32>()?;
+        let first = sides[0].logits.to_vec1::<f32>()?;
         let token = argmax(&first)?;
-        for (arm, (_, logits, _)) in arms.iter_mut().zip(&state) {
-            let logits = logits.to_vec1::<f32>()?;
+        for (arm, side) in arms.iter_mut().zip(&sides) {
+            let logits = side.logits.to_vec1::<f32>()?;
             let difference = first
                 .iter()
                 .zip(&logits)
@@ -67,30 +115,23 @@ pub fn compare(
                 arm.first_difference = Some(generated.len());
             }
         }
-        let full = state[0].0.len() == state[0].0.max_context();
-        if stop.contains(token) || generated.len() == args.sample_len {
+        if stop.contains(token) {
             break;
         }
         generated.push(token);
+        let full = sides[0].cache.len() == sides[0].cache.max_context();
         if full || generated.len() == args.sample_len {
             break;
         }
-        // ABBA: neither arm always goes first.
-        let mut order: Vec<usize> = (0..state.len()).collect();
-        if fed % 2 == 1 {
-            order.reverse();
-        }
-        for i in order {
-            let (cache, logits, seconds) = &mut state[i];
-            let start = Instant::now();
-            *logits = feed(model, cache, &[token])?;
-            *seconds += start.elapsed().as_secs_f64();
-        }
+        feed_all(model, &mut sides, &[token], fed, |side| {
+            &mut side.generated_seconds
+        })?;
         fed += 1;
     }
-    for (arm, (cache, _, seconds)) in arms.iter_mut().zip(&state) {
-        arm.generated_tokens_per_second = fed as f64 / seconds.max(f64::MIN_POSITIVE);
-        (arm.sliding_cache_bytes, arm.full_cache_bytes) = cache.bytes();
+    for (arm, side) in arms.iter_mut().zip(&sides) {
+        arm.prompt_tokens_per_second = rate(prompt.len(), side.prompt_seconds);
+        arm.generated_tokens_per_second = rate(fed, side.generated_seconds);
+        (arm.sliding_cache_bytes, arm.full_cache_bytes) = side.cache.bytes();
     }
     Ok(Comparison {
         arms,

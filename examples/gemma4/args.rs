@@ -40,7 +40,7 @@ pub struct Args {
     pub temperature: Option<f64>,
 
     /// Sample from the likeliest tokens that make up this probability.
-    #[arg(long, requires = "temperature", value_parser = positive)]
+    #[arg(long, requires = "temperature", value_parser = probability)]
     pub top_p: Option<f64>,
 
     /// Sample from this many of the likeliest tokens.
@@ -51,8 +51,8 @@ pub struct Args {
     pub seed: u64,
 
     /// Penalty on tokens that were said before, 1 for none.
-    #[arg(long, default_value_t = 1.0)]
-    pub repeat_penalty: f32,
+    #[arg(long, default_value_t = 1.0, value_parser = positive)]
+    pub repeat_penalty: f64,
 
     /// How many of the last tokens the penalty looks at.
     #[arg(long, default_value_t = 64)]
@@ -120,6 +120,13 @@ impl From<WeightType> for candle::DType {
     }
 }
 
+impl Args {
+    /// Whether stdout is for the report alone.
+    pub fn json_replaces_text(&self) -> bool {
+        self.json.as_deref() == Some("-".as_ref())
+    }
+}
+
 fn parse_path(name: &str) -> Result<AttentionPath, String> {
     let names = AttentionPath::ALL.map(AttentionPath::name);
     name.parse().map_err(|_| format!("want one of {names:?}"))
@@ -130,6 +137,13 @@ fn at_least_one(text: &str) -> Result<usize, String> {
         Ok(0) => Err("want at least 1".into()),
         Ok(n) => Ok(n),
         Err(e) => Err(e.to_string()),
+    }
+}
+
+fn probability(text: &str) -> Result<f64, String> {
+    match positive(text)? {
+        p if p <= 1.0 => Ok(p),
+        _ => Err("want at most 1".into()),
     }
 }
 

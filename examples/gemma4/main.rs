@@ -10,7 +10,7 @@ mod run;
 mod source;
 mod stream;
 
-use anyhow::{bail, Result};
+use anyhow::{bail, Context, Result};
 use args::Args;
 use candle::utils::{cuda_is_available, metal_is_available};
 use candle::{DType, Device};
@@ -18,11 +18,12 @@ use checkpoint::Checkpoint;
 use clap::Parser;
 use gem::models::gemma4::{Cache, Model};
 use memory::human;
+use std::io::Write;
 use std::time::Instant;
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let _trace = args.tracing.then(start_trace);
+    let _trace = args.tracing.then(start_trace).transpose()?;
     if args.list_devices {
         return list_devices();
     }
@@ -48,7 +49,6 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         None if device.is_cpu() => DType::F32,
         None => DType::BF16,
     };
-    let context = ids.len() + args.sample_len;
     let limit = args.max_context.unwrap_or(config.max_position_embeddings);
     if ids.len() > limit {
         bail!(
@@ -56,20 +56,26 @@ fn run(args: &Args, device: &Device) -> Result<()> {
             ids.len()
         );
     }
+    let context = run::planned_context(args, ids.len()).min(limit);
     let path = args.attention.unwrap_or_default();
     path.check(&config)?;
+    let report = args
+        .json
+        .as_deref()
+        .map(report::Destination::open)
+        .transpose()?;
     let shapes = config.tensor_shapes();
     if !args.quiet {
         let elements: usize = shapes
             .iter()
             .map(|(_, shape)| shape.iter().product::<usize>())
             .sum();
-        let (sliding, full) = Cache::planned_bytes(&config, context.min(limit), dtype);
+        let (sliding, full) = Cache::planned_bytes(&config, context, dtype);
         eprintln!(
             "planned memory: weights {}, caches {} for {} tokens, {dtype:?}",
             human((elements * dtype.size_in_bytes()) as u64),
             human((sliding + full) as u64),
-            context.min(limit)
+            context
         );
     }
     let start = Instant::now();
@@ -83,17 +89,17 @@ fn run(args: &Args, device: &Device) -> Result<()> {
     }
     if args.ab {
         let comparison = ab::compare(&model, &ids, &stop, args)?;
-        if args.json.as_deref() != Some("-".as_ref()) {
-            print!("{}", comparison.table());
+        if !args.json_replaces_text() {
+            write!(std::io::stdout(), "{}", comparison.table())?;
         }
-        if let Some(file) = &args.json {
-            report::write(file, &report::comparison_json(&model, &comparison))?;
+        if let Some(report) = report {
+            report.write(&report::comparison_json(&model, &comparison))?;
         }
         return Ok(());
     }
     let run = run::run(&model, &tokenizer, &ids, &stop, path, args)?;
-    if let Some(file) = &args.json {
-        report::write(file, &report::run_json(&model, &run))?;
+    if let Some(report) = report {
+        report.write(&report::run_json(&model, &run))?;
     }
     if !args.quiet {
         report::print(&run);
@@ -114,20 +120,26 @@ fn device(args: &Args) -> Result<Device> {
 }
 
 fn list_devices() -> Result<()> {
-    println!("cpu ({} threads)", candle::utils::get_num_threads());
+    let mut out = std::io::stdout();
+    writeln!(out, "cpu ({} threads)", candle::utils::get_num_threads())?;
     if cuda_is_available() {
-        println!("cuda:0");
+        writeln!(out, "cuda:0")?;
     }
     if metal_is_available() {
-        println!("metal:0");
+        writeln!(out, "metal:0")?;
     }
     Ok(())
 }
 
 /// Spans go to the trace until the guard is dropped at the end of the program.
-fn start_trace() -> tracing_chrome::FlushGuard {
+fn start_trace() -> Result<tracing_chrome::FlushGuard> {
     use tracing_subscriber::prelude::*;
-    let (layer, guard) = tracing_chrome::ChromeLayerBuilder::new().build();
+    let name = format!("trace-gemma4-{}.json", std::process::id());
+    let file = std::fs::File::create(&name).with_context(|| name.clone())?;
+    eprintln!("tracing to {name}");
+    let (layer, guard) = tracing_chrome::ChromeLayerBuilder::new()
+        .writer(file)
+        .build();
     tracing_subscriber::registry().with(layer).init();
-    guard
+    Ok(guard)
 }

@@ -6,6 +6,7 @@ use crate::run::Run;
 use anyhow::{Context, Result};
 use gem::models::gemma4::{AttentionPath, Model};
 use serde_json::{json, Value};
+use std::io::Write;
 use std::path::Path;
 
 pub fn rate(tokens: usize, seconds: f64) -> f64 {
@@ -78,12 +79,28 @@ pub fn comparison_json(model: &Model, comparison: &Comparison) -> Value {
     report
 }
 
-/// Writes to `file`, or to stdout if that is `-`.
-pub fn write(file: &Path, report: &Value) -> Result<()> {
-    let text = format!("{report:#}\n");
-    match file == Path::new("-") {
-        true => print!("{text}"),
-        false => std::fs::write(file, text).with_context(|| file.display().to_string())?,
+/// Where a report goes: opened before the work, so that a path that can't be written costs no run.
+pub enum Destination {
+    Stdout,
+    File(std::fs::File),
+}
+
+impl Destination {
+    /// `-` is stdout.
+    pub fn open(path: &Path) -> Result<Self> {
+        match path == Path::new("-") {
+            true => Ok(Self::Stdout),
+            false => Ok(Self::File(
+                std::fs::File::create(path).with_context(|| path.display().to_string())?,
+            )),
+        }
     }
-    Ok(())
+
+    pub fn write(self, report: &Value) -> Result<()> {
+        match self {
+            Self::Stdout => writeln!(std::io::stdout(), "{report:#}")?,
+            Self::File(mut file) => writeln!(file, "{report:#}")?,
+        }
+        Ok(())
+    }
 }

@@ -9,6 +9,7 @@ use candle_transformers::utils::apply_repeat_penalty;
 use gem::models::gemma4::{generate, AttentionPath, Cache, Finish, Model, StopTokens};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::cell::RefCell;
+use std::io::Write;
 use std::time::Instant;
 use tokenizers::Tokenizer;
 
@@ -31,8 +32,13 @@ pub fn new_cache(model: &Model, path: AttentionPath, args: &Args, prompt: &[u32]
         cache = cache.with_max_context(max_context)?;
     }
     cache.check_room(prompt.len())?;
-    cache.reserve(prompt.len() + args.sample_len);
+    cache.reserve(planned_context(args, prompt.len()));
     Ok(cache)
+}
+
+/// Tokens that caches make room for at once: the prompt and an answer of ordinary length. Longer answers grow them.
+pub fn planned_context(args: &Args, prompt_len: usize) -> usize {
+    prompt_len + args.sample_len.min(1024)
 }
 
 /// Feeds the prompt in chunks; logits `(vocab)` of its last token, and the seconds it took.
@@ -81,7 +87,11 @@ pub fn run(
     let (logits, prompt_seconds) = prefill(model, &mut cache, prompt, args)?;
     let room = cache.max_context() - cache.len();
     let mut sampler = LogitsProcessor::from_sampling(args.seed, sampling(args));
-    let mut stream = TextStream::new(tokenizer, args.json.as_deref() != Some("-".as_ref()));
+    let out: Box<dyn Write> = match args.json_replaces_text() {
+        true => Box::new(std::io::sink()),
+        false => Box::new(std::io::stdout()),
+    };
+    let mut stream = TextStream::new(tokenizer, out);
     let said = RefCell::new(prompt.to_vec());
     let start = Instant::now();
     let finish = generate(
@@ -94,7 +104,7 @@ pub fn run(
             let recent = &said[said.len().saturating_sub(args.repeat_last_n)..];
             match args.repeat_penalty {
                 1.0 => sampler.sample(logits),
-                penalty => sampler.sample(&apply_repeat_penalty(logits, penalty, recent)?),
+                penalty => sampler.sample(&apply_repeat_penalty(logits, penalty as f32, recent)?),
             }
         },
         |id| {

@@ -2,21 +2,35 @@
 
 use candle::{Error, Result};
 use std::io::Write;
-use tokenizers::Tokenizer;
+use tokenizers::{
+    DecodeStream, DecoderWrapper, ModelWrapper, NormalizerWrapper, PostProcessorWrapper,
+    PreTokenizerWrapper, Tokenizer,
+};
 
-pub struct TextStream<'a> {
+type Decoder<'a> = DecodeStream<
+    'a,
+    ModelWrapper,
+    NormalizerWrapper,
+    PreTokenizerWrapper,
+    PostProcessorWrapper,
+    DecoderWrapper,
+>;
+
+pub struct TextStream<'a, W> {
     tokenizer: &'a Tokenizer,
-    print: bool,
+    decoder: Decoder<'a>,
+    out: W,
     ids: Vec<u32>,
-    /// What was printed: the text of all tokens but for an incomplete character at its end.
+    /// What was printed: all but an incomplete character at the end.
     text: String,
 }
 
-impl<'a> TextStream<'a> {
-    pub fn new(tokenizer: &'a Tokenizer, print: bool) -> Self {
+impl<'a, W: Write> TextStream<'a, W> {
+    pub fn new(tokenizer: &'a Tokenizer, out: W) -> Self {
         Self {
             tokenizer,
-            print,
+            decoder: tokenizer.decode_stream(true),
+            out,
             ids: vec![],
             text: String::new(),
         }
@@ -24,38 +38,30 @@ impl<'a> TextStream<'a> {
 
     pub fn push(&mut self, id: u32) -> Result<()> {
         self.ids.push(id);
-        let text = self.decoded()?;
-        match text.strip_suffix(char::REPLACEMENT_CHARACTER) {
-            Some(_) => Ok(()),
-            None => self.print_up_to(text),
+        match self.decoder.step(id).map_err(failed)? {
+            Some(text) => self.print(&text),
+            None => Ok(()),
         }
     }
 
     /// Prints what is left and returns the whole text.
     pub fn finish(mut self) -> Result<String> {
-        let text = self.decoded()?;
-        self.print_up_to(text)?;
-        if self.print {
-            println!();
+        let whole = self.tokenizer.decode(&self.ids, true).map_err(failed)?;
+        if let Some(rest) = whole.strip_prefix(self.text.as_str()) {
+            self.print(rest)?;
         }
+        writeln!(self.out)?;
         Ok(self.text)
     }
 
-    fn decoded(&self) -> Result<String> {
-        self.tokenizer
-            .decode(&self.ids, true)
-            .map_err(|e| Error::Msg(format!("tokenizer: {e}")))
-    }
-
-    fn print_up_to(&mut self, text: String) -> Result<()> {
-        if self.print {
-            print!(
-                "{}",
-                text.strip_prefix(self.text.as_str()).unwrap_or_default()
-            );
-            std::io::stdout().flush()?;
-        }
-        self.text = text;
+    fn print(&mut self, text: &str) -> Result<()> {
+        write!(self.out, "{text}")?;
+        self.out.flush()?;
+        self.text += text;
         Ok(())
     }
+}
+
+fn failed(error: tokenizers::Error) -> Error {
+    Error::Msg(format!("tokenizer: {error}"))
 }

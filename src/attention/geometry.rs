@@ -26,11 +26,15 @@ pub fn element_offset(start: u64, strides: &[u64], index: &[u64]) -> Option<u64>
 /// All strides and offsets are in elements. A stride of 0 (a broadcast dimension) is legal, since inputs are only read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowView {
+    /// f32, f16 or bf16.
     pub dtype: DType,
     /// Offset of the first element of row 0 of head 0 of batch 0.
     pub start: u64,
+    /// From one batch row to the next.
     pub batch_stride: u64,
+    /// From one head to the next.
     pub head_stride: u64,
+    /// From one token to the next.
     pub row_stride: u64,
     /// One past the largest element offset that any row touches: what the storage must hold.
     pub end: u64,
@@ -79,17 +83,25 @@ impl RowView {
 /// The checked problem: shapes, dtypes, strides.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttentionGeometry {
+    /// Sequences.
     pub batch: usize,
+    /// Query heads.
     pub q_heads: usize,
+    /// KV heads.
     pub kv_heads: usize,
     /// Query heads per KV head: query head `h` reads KV head `h / group`.
     pub group: usize,
+    /// Query rows of a head.
     pub q_len: usize,
+    /// Keys of a KV head.
     pub kv_len: usize,
     /// Whether query row `i` sees only keys `0..=kv_len - q_len + i` (lower-right causality) or all of them.
     pub causal: bool,
+    /// The query rows.
     pub q: RowView,
+    /// The key rows.
     pub k: RowView,
+    /// The value rows.
     pub v: RowView,
 }
 

@@ -27,6 +27,9 @@ use store::Stored;
 
 const NAME: &str = "attention_d512";
 
+/// Partitions whose states can be asked for: more than a cache has use for, and each costs memory.
+const MOST_STATES: usize = 65_535;
+
 /// `softmax(q k^T * softmax_scale) v` for head_dim 512, exact, one read of each K/V row per KV head.
 ///
 /// # Arguments
@@ -140,6 +143,9 @@ impl AttentionD512 {
     pub fn partials(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionPartials> {
         let g = self.check(q, k, v)?;
         let partitions = self.plan(&g)?.count();
+        if partitions > MOST_STATES {
+            bail!("{NAME}: got {partitions} partitions, want at most {MOST_STATES} where their states are kept");
+        }
         let packed = q.apply_op3(
             k,
             v,

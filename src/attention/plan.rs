@@ -39,6 +39,7 @@ impl Partitions {
         (DEFAULT_PARTITIONS / row_tiles).min(by_length).max(1)
     }
 
+    /// How many, empty ones included.
     pub fn count(&self) -> usize {
         self.count
     }
@@ -60,9 +61,13 @@ impl Partitions {
 /// Bytes of the three partial buffers, all f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ScratchBytes {
+    /// One f32 a state.
     pub maxima: u64,
+    /// One f32 a state.
     pub denominators: u64,
+    /// `dim` f32 a state.
     pub numerators: u64,
+    /// Their sum.
     pub total: u64,
 }
 

@@ -113,8 +113,21 @@ pub fn attention(
     if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
         bail!("reference attention: q has {q_heads} heads and k {kv_heads}, want a multiple");
     }
+    if batch == 0 {
+        bail!(
+            "reference attention: q is {:?}, want a batch of at least 1",
+            q.dims()
+        );
+    }
     if q_len == 0 || kv_len == 0 {
         bail!("reference attention: q has {q_len} rows and k {kv_len}, want at least one of each");
+    }
+    // Both ends of what a row sees move with the row, so the first and the last row stand for all.
+    for row in [0, q_len - 1] {
+        let (lo, hi) = visible.key_rows(row, 1, kv_len);
+        if lo >= hi {
+            bail!("reference attention: query row {row} sees none of the {kv_len} keys under {visible:?}");
+        }
     }
     let (k, v) = (batched(k)?, batched(v)?);
     let block = (BLOCK_SCORES / (batch * q_heads * kv_len)).clamp(1, BLOCK_QUERIES);
@@ -122,9 +135,6 @@ pub fn attention(
     for start in (0..q_len).step_by(block) {
         let len = block.min(q_len - start);
         let (lo, hi) = visible.key_rows(start, len, kv_len);
-        if lo >= hi {
-            bail!("reference attention: query rows {start}..{} see none of the {kv_len} keys under {visible:?}", start + len);
-        }
         let mask = visible.mask(start, len, (lo, hi), q.device())?;
         let q = q.narrow(2, start, len)?.contiguous()?;
         let q = q.reshape((batch, kv_heads, q_heads / kv_heads * len, head_dim))?;

@@ -67,6 +67,10 @@ fn settings_without_a_meaning_are_refused() -> Result<()> {
     insta::assert_snapshot!(check(AttentionD512::new(f32::INFINITY)), @"attention_d512: got a softmax_scale of inf, want a finite one");
     insta::assert_snapshot!(check(AttentionD512::new(1.0).partitions(0)), @"attention_d512: got 0 partitions, want at least 1");
     insta::assert_snapshot!(check(AttentionD512::new(1.0).partitions(usize::MAX)), @"attention_d512: scratch for 4 query rows of 512 in 18446744073709551615 partitions passes 64 bits");
+    let states = AttentionD512::new(1.0)
+        .partitions(1 << 50)
+        .partials(&q, &kv, &kv);
+    insta::assert_snapshot!(refusal(states), @"attention_d512: got 1125899906842624 partitions, want at most 65535 where their states are kept");
     Ok(())
 }
 

@@ -159,6 +159,27 @@ fn left_out_keys_have_the_defaults_of_transformers() {
 }
 
 #[test]
+fn declared_keys_are_taken_over() {
+    let mut text = with(text_31b(), "bos_token_id", Some(json!(7)));
+    text["rope_parameters"]["full_attention"]["factor"] = json!(8.0);
+    let config = parse(&text).unwrap();
+    assert_eq!(
+        (
+            config.bos_token_id,
+            config.layers[5].rope.factor,
+            config.layers[4].rope.factor
+        ),
+        (7, 8.0, 1.0)
+    );
+    assert_eq!(
+        parse(&with(text_31b(), "eos_token_id", None))
+            .unwrap()
+            .eos_token_ids,
+        [1]
+    );
+}
+
+#[test]
 fn no_per_layer_inputs_is_said_by_zero_or_null() {
     for none in [json!(0), Value::Null] {
         parse(&with(text_31b(), "hidden_size_per_layer_input", Some(none))).unwrap();
@@ -207,6 +228,17 @@ fn variants_and_malformed_values_are_refused_by_name() {
         ),
         ("per_layer_config", Some(json!({"5": {"head_dim": 512}}))),
         ("eos_token_id", Some(json!("</s>"))),
+        (
+            "rope_scaling",
+            Some(json!({"rope_type": "linear", "factor": 8.0})),
+        ),
+        (
+            "rope_parameters",
+            Some(
+                json!({"sliding_attention": {"rope_type": "default", "factor": 8.0}, "full_attention": {}}),
+            ),
+        ),
+        ("num_hidden_layers", Some(json!(0))),
     ];
     let errors: Vec<_> = cases
         .into_iter()
@@ -239,6 +271,7 @@ fn damaged_layers_and_files_are_refused_by_name() {
         layer_types(59, "sliding_attention").to_string(),
         per_layer("60", json!({"head_dim": 512})),
         per_layer("five", json!({"head_dim": 512})),
+        per_layer("05", json!({"head_dim": 512})),
         per_layer("5", json!({"sliding_window": 512})),
         per_layer("5", json!(512)),
         with(nested(text_31b()), "text_config", Some(json!(7))).to_string(),

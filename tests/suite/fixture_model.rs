@@ -1,71 +1,17 @@
 //! The decoder against transformers, on two small models that share what is special about the 31B: head groups of 8 and 2,
 //! K = V layers, layer scalars, both rotary embeddings, a window, soft-capped tied logits.
 
-use crate::common::fixture::{fixture, fixture_weights, FIXTURES};
+use crate::common::fixture::FIXTURES;
 use crate::common::golden::{golden_tensors, Golden};
-use crate::common::message;
+use crate::common::model::{fed_in, ids, model, model_with, paths};
 use crate::common::numeric::{max_abs_diff, rms_diff};
-use candle::{DType, Device, Result, Tensor};
-use candle_nn::VarBuilder;
+use candle::{DType, Device, Tensor};
 use gem::attention::reference::{self, Visible};
-use gem::models::gemma4::{AttentionPath, Cache, Config, Model};
+use gem::models::gemma4::{AttentionPath, Model};
 use std::collections::HashMap;
 
 /// Largest error of a logit in f32; transformers' own two attentions differ by 9e-5, the smallest mistake moves 2.9e-3.
 const TOLERANCE: f64 = 5e-4;
-
-fn model(name: &str, dtype: DType) -> Model {
-    let config = Config::from_file(fixture(name).join("config.json")).unwrap();
-    let text = |name: String| match name.strip_prefix("model.language_model.") {
-        Some(rest) => rest.to_string(),
-        None => name.strip_prefix("model.").unwrap().to_string(),
-    };
-    let weights: HashMap<_, _> = fixture_weights(name)
-        .into_iter()
-        .map(|(name, t)| (text(name), t))
-        .collect();
-    Model::new(
-        &config,
-        VarBuilder::from_tensors(weights, dtype, &Device::Cpu),
-    )
-    .unwrap()
-}
-
-/// The paths that the model can run on: a 64-wide head has no fused op.
-fn paths(model: &Model) -> Vec<AttentionPath> {
-    AttentionPath::ALL
-        .into_iter()
-        .filter(|path| path.check(model.config()).is_ok())
-        .collect()
-}
-
-fn ids(tokens: &[u32]) -> Tensor {
-    Tensor::new(tokens, &Device::Cpu)
-        .unwrap()
-        .unsqueeze(0)
-        .unwrap()
-}
-
-/// Logits `(tokens, vocab)` of every position, fed in chunks of these sizes.
-fn fed_in(model: &Model, path: AttentionPath, tokens: &[u32], chunks: &[usize]) -> Tensor {
-    let mut cache = model.new_cache(path).unwrap();
-    let mut rest = tokens;
-    let mut logits = vec![];
-    for &size in chunks {
-        let (chunk, after) = rest.split_at(size);
-        logits.push(
-            model
-                .forward_all(&ids(chunk), &mut cache)
-                .unwrap()
-                .squeeze(0)
-                .unwrap(),
-        );
-        rest = after;
-    }
-    assert!(rest.is_empty());
-    assert_eq!(cache.len(), tokens.len());
-    Tensor::cat(&logits, 0).unwrap()
-}
 
 fn greedy(model: &Model, path: AttentionPath, prompt: &[u32], steps: usize) -> Vec<u32> {
     let mut cache = model.new_cache(path).unwrap();
@@ -344,200 +290,20 @@ fn attention_itself_is_that_of_transformers() {
     }
 }
 
-#[test]
-fn the_rows_of_a_batch_are_their_own_sequences() {
-    let (model, golden) = (
-        model("tiny-gemma4-d512", DType::F32),
-        Golden::load("tiny-gemma4-d512"),
-    );
-    let (a, b) = (
-        &golden.prompts[3].input_ids,
-        &golden.prompts[4].input_ids[..40],
-    );
-    for path in paths(&model) {
-        let alone = [
-            fed_in(&model, path, a, &[30, 1, 9]),
-            fed_in(&model, path, b, &[30, 1, 9]),
-        ];
-        let mut cache = model.new_cache(path).unwrap();
-        let both = Tensor::cat(&[ids(a), ids(b)], 0).unwrap();
-        let mut parts = vec![];
-        for (start, len) in [(0, 30), (30, 1), (31, 9)] {
-            parts.push(
-                model
-                    .forward_all(&both.narrow(1, start, len).unwrap(), &mut cache)
-                    .unwrap(),
-            );
-        }
-        let both = Tensor::cat(&parts, 1).unwrap();
-        for (row, alone) in alone.iter().enumerate() {
-            let error = max_abs_diff(&both.get(row).unwrap(), alone).unwrap();
-            assert!(error <= TOLERANCE, "{path}, row {row}: off by {error:e}");
-        }
-    }
-}
-
-#[test]
-fn a_path_without_an_op_for_the_model_is_refused_with_the_reason() {
-    let model = model("tiny-gemma4-d64", DType::F32);
-    insta::assert_snapshot!(message(model.new_cache(AttentionPath::Fused).unwrap_err()), @"gemma4: the fused path has ops for head_dim 512, full-attention layer 5 has 64; want the reference path");
-}
-
-#[test]
-fn bad_input_is_refused_before_the_cache_changes() {
-    let model = model("tiny-gemma4-d512", DType::F32);
-    let mut cache = model
-        .new_cache(AttentionPath::Fused)
-        .unwrap()
-        .with_max_context(20)
-        .unwrap();
-    let good = ids(&[2, 5, 7]);
-    let before = model.forward(&good, &mut cache).unwrap();
-    let bad = [
-        ids(&[5, 256]),
-        ids(&[0; 18]),
-        ids(&[]),
-        ids(&[5]).squeeze(0).unwrap(),
-        ids(&[5]).to_dtype(DType::I64).unwrap(),
-    ];
-    let errors: Vec<_> = bad
-        .iter()
-        .map(|input| message(model.forward(input, &mut cache).unwrap_err()))
-        .collect();
-    insta::assert_snapshot!(errors.join("\n"), @r"
-    gemma4: token 1 of input_ids is 256, want an id below the vocabulary of 256
-    gemma4: context full: 3 tokens held and 18 more given, want at most 20 in all
-    gemma4: input_ids is (1, 0), want at least one token
-    gemma4: input_ids is [1] U32, want (batch, tokens) U32
-    gemma4: input_ids is [1, 1] I64, want (batch, tokens) U32
-    ");
-    assert_eq!(cache.len(), 3);
-    cache.truncate(0).unwrap();
-    let after = model.forward(&good, &mut cache).unwrap();
-    assert_eq!(max_abs_diff(&before, &after).unwrap(), 0.0);
-    // Exactly full is allowed, one more is not.
-    model.forward(&ids(&[9; 17]), &mut cache).unwrap();
-    assert!(model.forward(&ids(&[9]), &mut cache).is_err());
-    assert_eq!(cache.len(), 20);
-    let limits = [0, 1025].map(|limit| {
-        message(
-            model
-                .new_cache(AttentionPath::Fused)
-                .unwrap()
-                .with_max_context(limit)
-                .unwrap_err(),
-        )
-    });
-    insta::assert_snapshot!(limits.join("\n"), @r"
-    gemma4: max context is 0, want 1 to 1024
-    gemma4: max context is 1025, want 1 to 1024
-    ");
-}
-
-/// Blaizzy/mlx-vlm#1748: a new turn that reuses a prefix.
-#[test]
-fn a_reused_prefix_continues_as_a_cold_run_or_is_refused() {
-    let (model, golden) = (
-        model("tiny-gemma4-d512", DType::F32),
-        Golden::load("tiny-gemma4-d512"),
-    );
-    let tokens = &golden.prompts[3].input_ids;
-    for path in paths(&model) {
-        let cold = |tokens: &[u32]| fed_in(&model, path, tokens, &[tokens.len()]);
-        let mut cache = model.new_cache(path).unwrap();
-        model.forward(&ids(&tokens[..14]), &mut cache).unwrap();
-        cache.truncate(9).unwrap();
-        let warm = model
-            .forward_all(&ids(&tokens[20..40]), &mut cache)
-            .unwrap()
-            .squeeze(0)
-            .unwrap();
-        let prompt = [&tokens[..9], &tokens[20..40]].concat();
-        let want = cold(&prompt).narrow(0, 9, 20).unwrap();
-        assert!(max_abs_diff(&warm, &want).unwrap() <= TOLERANCE, "{path}");
-        // The window of 16 has now been overwritten.
-        assert!(!cache.can_truncate(9));
-        let error = message(cache.truncate(9).unwrap_err());
-        assert!(
-            error.starts_with("gemma4: can't go back to 9 of 29 tokens"),
-            "{error}"
-        );
-        assert_eq!(cache.len(), 29);
-        // A cleared cache is a new one, bit for bit.
-        cache.clear();
-        let again = model
-            .forward_all(&ids(tokens), &mut cache)
-            .unwrap()
-            .squeeze(0)
-            .unwrap();
-        assert_eq!(max_abs_diff(&again, &cold(tokens)).unwrap(), 0.0, "{path}");
-    }
-}
-
-#[test]
-fn a_forked_cache_goes_its_own_way() {
-    let (model, golden) = (
-        model("tiny-gemma4-d512", DType::F32),
-        Golden::load("tiny-gemma4-d512"),
-    );
-    let tokens = &golden.prompts[3].input_ids;
-    for path in paths(&model) {
-        let mut cache = model.new_cache(path).unwrap();
-        model.forward(&ids(&tokens[..20]), &mut cache).unwrap();
-        let mut fork: Cache = cache.fork().unwrap();
-        model.forward(&ids(&[9; 11]), &mut fork).unwrap();
-        let on = model
-            .forward_all(&ids(&tokens[20..]), &mut cache)
-            .unwrap()
-            .squeeze(0)
-            .unwrap();
-        let want = fed_in(&model, path, tokens, &[20, 20])
-            .narrow(0, 20, 20)
-            .unwrap();
-        assert_eq!(max_abs_diff(&on, &want).unwrap(), 0.0, "{path}");
-    }
-}
-
 /// ml-explore/mlx-swift-lm#231: in a K = V layer V is the raw projection, before the key's norm and rotation.
 #[test]
 fn values_of_a_shared_projection_ignore_the_key_norm_and_the_position() {
     let golden = Golden::load("tiny-gemma4-d512");
-    let tensors = golden_tensors("tiny-gemma4-d512");
-    // Every value row has a mean square of 1, which a value taken after the norm or the rotation by k_norm has not.
-    let v = &tensors["attn/17/layer5/v"];
-    let mean_square = v
-        .sqr()
-        .unwrap()
-        .mean(2)
-        .unwrap()
-        .flatten_all()
-        .unwrap()
-        .to_vec1::<f32>()
-        .unwrap();
-    assert!(mean_square.iter().all(|m| (m - 1.0).abs() < 1e-3));
     let name = "tiny-gemma4-d512";
-    let config = Config::from_file(fixture(name).join("config.json")).unwrap();
-    let weights = |scale: f64| -> Result<Model> {
-        let mut weights = HashMap::new();
-        for (name, tensor) in fixture_weights(name) {
-            let name = name
-                .strip_prefix("model.language_model.")
-                .unwrap()
-                .to_string();
-            let tensor = match name.as_str() {
-                // Halving q and doubling k leaves every score as it was, if v does not move with k.
-                "layers.5.self_attn.k_norm.weight" => (tensor * scale)?,
-                "layers.5.self_attn.q_norm.weight" => (tensor / scale)?,
-                _ => tensor,
-            };
-            weights.insert(name, tensor);
-        }
-        Model::new(
-            &config,
-            VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu),
-        )
+    let scaled = |scale: f64| {
+        model_with(name, DType::F32, |name, tensor| match name {
+            // Halving q and doubling k leaves every score as it was, if v does not move with k.
+            "layers.5.self_attn.k_norm.weight" => tensor * scale,
+            "layers.5.self_attn.q_norm.weight" => tensor / scale,
+            _ => Ok(tensor),
+        })
     };
-    let (plain, scaled) = (weights(1.0).unwrap(), weights(2.0).unwrap());
+    let (plain, scaled) = (scaled(1.0), scaled(2.0));
     let tokens = &golden.prompts[2].input_ids;
     for path in AttentionPath::ALL {
         let (a, b) = (

@@ -326,3 +326,16 @@ fn mismatched_keys_and_values_are_refused_and_nothing_is_stored() {
     ");
     assert_means(&feed(&mut cache, 1).unwrap(), 3, usize::MAX);
 }
+
+#[test]
+fn absurd_windows_and_reservations_do_not_panic() {
+    let (k, v) = kv(0..1);
+    let mut blind = LayerCache::new(LayerKind::Sliding { window: 0 });
+    insta::assert_snapshot!(message(blind.append(&k, &v).unwrap_err()), @"kv cache: the window is 0, want at least the token itself");
+    let mut ring = LayerCache::new(LayerKind::Sliding { window: usize::MAX });
+    ring.reserve(usize::MAX);
+    assert_eq!(ring.len(), 0);
+    let mut held = LayerCache::new(LayerKind::Full);
+    held.append(&k, &v).unwrap();
+    insta::assert_snapshot!(message(held.truncate(2).unwrap_err()), @"kv cache: can't go back to 2 tokens, 1 are held");
+}

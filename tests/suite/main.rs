@@ -14,12 +14,16 @@ mod common;
 mod config;
 #[path = "../../examples/gemma4/prompt.rs"]
 mod example_prompt;
+#[path = "../../examples/gemma4/stream.rs"]
+mod example_stream;
 mod fixture_model;
 mod fixtures;
 mod generation;
 mod kv_cache;
+mod model;
 mod prompt;
 mod reference_attention;
 mod rope;
+mod stream;
 mod trained_model;
 mod weights;

@@ -134,6 +134,47 @@ fn shapes_that_do_not_fit_are_refused() {
         attention(&q, &t((1, 2, 0, 8)), &t((1, 2, 0, 8)), 1.0, Visible::All),
         attention(&t((1, 4, 0, 8)), &kv, &kv, 1.0, Visible::All),
         attention(&q, &kv, &kv, 1.0, causal),
+        attention(
+            &t((0, 4, 3, 8)),
+            &t((0, 2, 9, 8)),
+            &t((0, 2, 9, 8)),
+            1.0,
+            Visible::All,
+        ),
+        // Only the first row sees nothing, and only the last one.
+        attention(
+            &q,
+            &kv,
+            &kv,
+            1.0,
+            Visible::Causal {
+                first_query: 0,
+                first_key: 1,
+                window: None,
+            },
+        ),
+        attention(
+            &q,
+            &kv,
+            &kv,
+            1.0,
+            Visible::Causal {
+                first_query: 7,
+                first_key: 0,
+                window: Some(1),
+            },
+        ),
+        attention(
+            &q,
+            &kv,
+            &kv,
+            1.0,
+            Visible::Causal {
+                first_query: 6,
+                first_key: 0,
+                window: Some(0),
+            },
+        ),
     ];
     let errors: Vec<_> = cases
         .into_iter()

@@ -17,12 +17,8 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// An empty cache; memory is allocated as tokens arrive.
-    ///
-    /// # Errors
-    ///
-    /// A model of this configuration can't run on `path`.
-    pub fn new(config: &Config, path: AttentionPath) -> Result<Self> {
+    /// See [`Model::new_cache`](super::Model::new_cache).
+    pub(super) fn new(config: &Config, path: AttentionPath) -> Result<Self> {
         path.check(config)?;
         let layers = config
             .layers
@@ -54,6 +50,7 @@ impl Cache {
         Ok(self)
     }
 
+    /// Which ops attention runs on.
     pub fn path(&self) -> AttentionPath {
         self.path
     }
@@ -68,6 +65,7 @@ impl Cache {
         self.len
     }
 
+    /// Whether no token is held.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -100,7 +98,7 @@ impl Cache {
         self.layers.iter_mut().for_each(|layer| layer.reserve(len));
     }
 
-    /// Forgets every token and frees the buffers.
+    /// Forgets every token, frees the buffers and drops what was [`reserve`](Self::reserve)d.
     pub fn clear(&mut self) {
         self.layers.iter_mut().for_each(LayerCache::clear);
         self.len = 0;
@@ -118,6 +116,12 @@ impl Cache {
     /// A sliding layer no longer holds what the token at position `len` attends to: clear the cache and feed the prefix
     /// again. Nothing is changed then.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
+        if len > self.len {
+            bail!(
+                "gemma4: can't go back to {len} tokens, {} are held",
+                self.len
+            );
+        }
         if !self.can_truncate(len) {
             bail!(
                 "gemma4: can't go back to {len} of {} tokens: a sliding layer has overwritten what token {len} attends to; clear the cache and feed the prefix again",
@@ -156,6 +160,19 @@ impl Cache {
         Ok(())
     }
 
+    /// Fails if this is the cache of a model with other layers: their keys would be taken for this model's.
+    pub(super) fn check_model(&self, config: &Config) -> Result<()> {
+        let kinds = self.layers.iter().map(LayerCache::kind);
+        if !kinds.eq(config.layers.iter().map(|layer| layer.kind)) {
+            bail!(
+                "gemma4: the cache was made for {} layers that are not those of this model ({}), want one from its new_cache",
+                self.layers.len(),
+                config.layers.len()
+            );
+        }
+        Ok(())
+    }
+
     pub(super) fn layers_mut(&mut self) -> &mut [LayerCache] {
         &mut self.layers
     }
@@ -163,5 +180,26 @@ impl Cache {
     /// Every layer has taken its tokens.
     pub(super) fn commit(&mut self, tokens: usize) {
         self.len += tokens;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle::{Device, Tensor};
+
+    #[test]
+    fn layers_that_hold_different_tokens_are_refused_until_cleared() -> Result<()> {
+        let text = r#"{"model_type": "gemma4_text", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 6,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 4, "max_position_embeddings": 64,
+            "vocab_size": 16, "hidden_size_per_layer_input": 0}"#;
+        let mut cache = Cache::new(&Config::from_json(text)?, AttentionPath::Reference)?;
+        cache.check_room(1)?;
+        // What a forward pass leaves that failed in the second layer.
+        let row = Tensor::zeros((1, 1, 1, 4), DType::F32, &Device::Cpu)?;
+        cache.layers[0].append(&row, &row)?;
+        assert!(cache.check_room(1).is_err());
+        cache.clear();
+        cache.check_room(1)
     }
 }

@@ -1,13 +1,16 @@
 //! What a Gemma 4 text decoder is made of, resolved: every layer states its own numbers.
 
 use super::dialect;
-use candle::Result;
+use candle::{bail, Result};
 
 /// What a layer may look at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerKind {
     /// The last `window` tokens, the current one included.
-    Sliding { window: usize },
+    Sliding {
+        /// In tokens.
+        window: usize,
+    },
     /// Every token so far.
     Full,
 }
@@ -15,6 +18,7 @@ pub enum LayerKind {
 /// Rotary embedding of one layer kind: which pairs turn, and how fast.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeConfig {
+    /// Base of the frequencies.
     pub theta: f64,
     /// The first so many of the `head_dim / 2` pairs turn, the others keep their values.
     pub rotated_pairs: usize,
@@ -22,13 +26,18 @@ pub struct RopeConfig {
     pub factor: f64,
 }
 
+/// One decoder layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerConfig {
+    /// What it may look at.
     pub kind: LayerKind,
+    /// Width of a query, key or value head.
     pub head_dim: usize,
+    /// KV heads; each serves `num_attention_heads / num_key_value_heads` query heads.
     pub num_key_value_heads: usize,
     /// The layer has no `v_proj`: the values are the raw output of `k_proj`.
     pub value_is_key: bool,
+    /// Rotary embedding of queries and keys.
     pub rope: RopeConfig,
 }
 
@@ -37,10 +46,15 @@ pub struct LayerConfig {
 /// A configuration that asks for anything else (per-layer inputs, shared KV layers, experts, biases) is refused by name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
+    /// Tokens; the rows of the embedding.
     pub vocab_size: usize,
+    /// Width of the residual stream.
     pub hidden_size: usize,
+    /// Width of the MLP.
     pub intermediate_size: usize,
+    /// Query heads, the same in every layer.
     pub num_attention_heads: usize,
+    /// Added to the mean square in every norm.
     pub rms_norm_eps: f64,
     /// Logits become `cap * tanh(logits / cap)`.
     pub final_logit_softcapping: Option<f64>,
@@ -48,7 +62,9 @@ pub struct Config {
     pub max_position_embeddings: usize,
     /// The head is the embedding; else the checkpoint has its own `lm_head`.
     pub tie_word_embeddings: bool,
+    /// The layers from the first to the last, which is a full one.
     pub layers: Vec<LayerConfig>,
+    /// The token that every prompt begins with.
     pub bos_token_id: u32,
     /// Every id that the file declares as an end of sequence; see [`StopTokens`](super::StopTokens).
     pub eos_token_ids: Vec<u32>,
@@ -58,9 +74,10 @@ impl Config {
     /// Reads a `config.json`.
     pub fn from_file(path: impl AsRef<std::path::Path>) -> Result<Self> {
         let path = path.as_ref();
-        let text =
-            std::fs::read_to_string(path).map_err(|e| candle::Error::from(e).with_path(path))?;
-        Self::from_json(&text).map_err(|e| e.with_path(path))
+        match std::fs::read_to_string(path) {
+            Ok(text) => Self::from_json(&text).map_err(|e| e.context(path.display().to_string())),
+            Err(e) => bail!("gemma4 config: {}: {e}", path.display()),
+        }
     }
 
     /// Parses the text of a `config.json`.

@@ -1,8 +1,8 @@
 //! Reads both dialects of Gemma 4's `config.json` into one [`Config`], and refuses what the graph does not compute.
 //!
 //! Published files carry `global_head_dim` and `num_global_key_value_heads`; files saved by transformers carry
-//! `per_layer_config` instead. Either may be flat (text only) or nested under `text_config`. Keys that a file leaves out
-//! have the defaults of transformers.
+//! `per_layer_config` instead. Either may be flat (text only) or nested under `text_config`. Sizes of the model must
+//! be there; other keys that a file leaves out have the defaults of transformers.
 
 use super::config::{Config, LayerConfig, LayerKind, RopeConfig};
 use super::json::{shown, Fields};
@@ -49,6 +49,12 @@ fn resolve(outer: Fields, text: Fields) -> Result<Config> {
         eos_token_ids: {
             let mut ids = outer.token_ids("eos_token_id")?;
             ids.extend(text.token_ids("eos_token_id")?);
+            if [outer, text]
+                .iter()
+                .all(|fields| fields.value("eos_token_id").is_none())
+            {
+                ids.push(1);
+            }
             ids.sort_unstable();
             ids.dedup();
             ids
@@ -92,14 +98,17 @@ fn refuse_unimplemented(outer: Fields, text: Fields) -> Result<()> {
         if fields.present("quantization_config") {
             bail!("gemma4 config: `quantization_config` is present: quantized safetensors are not implemented, want bf16, f16 or f32 weights");
         }
+        if fields.present("rope_scaling") {
+            bail!("gemma4 config: `rope_scaling` is {}, want it absent: Gemma 4 has `rope_parameters`", fields.shown("rope_scaling"));
+        }
     }
     Ok(())
 }
 
 fn resolve_layers(text: Fields, num_attention_heads: usize) -> Result<Vec<LayerConfig>> {
-    let count = text.dim("num_hidden_layers")?;
-    if count > MOST_LAYERS {
-        bail!("gemma4 config: `num_hidden_layers` is {count}, want at most {MOST_LAYERS}");
+    let count = text.get::<usize>("num_hidden_layers")?.unwrap_or(0);
+    if count == 0 || count > MOST_LAYERS {
+        bail!("gemma4 config: `num_hidden_layers` is {count}, want 1 to {MOST_LAYERS}");
     }
     let types = match text.get::<Vec<String>>("layer_types")? {
         Some(types) if types.len() == count => types,
@@ -184,7 +193,10 @@ impl<'a> Overrides<'a> {
             }
         }
         for (key, value) in per_layer {
-            if !key.parse::<usize>().is_ok_and(|i| i < count) {
+            if !key
+                .parse::<usize>()
+                .is_ok_and(|i| i < count && i.to_string() == *key)
+            {
                 bail!("gemma4 config: `per_layer_config` has the key {key:?}, want a layer index below {count}");
             }
             let Value::Object(fields) = value else {
@@ -280,12 +292,13 @@ fn rope_config(text: Fields, layer_type: &str, head_dim: usize) -> Result<RopeCo
     if partial > 1.0 {
         bail!("gemma4 config: `rope_parameters.{layer_type}.partial_rotary_factor` is {partial}, want at most 1");
     }
-    if rope_type == "default" && partial != 1.0 {
-        bail!("gemma4 config: `rope_parameters.{layer_type}.partial_rotary_factor` is {partial} with rope_type \"default\", want \"proportional\"");
+    let factor = own.positive_or("factor", 1.0)?;
+    if rope_type == "default" && (partial != 1.0 || factor != 1.0) {
+        bail!("gemma4 config: `rope_parameters.{layer_type}` has partial_rotary_factor {partial} and factor {factor} with rope_type \"default\", want 1 and 1, or \"proportional\"");
     }
     Ok(RopeConfig {
         theta: own.positive_or("rope_theta", theta)?,
         rotated_pairs: (partial * head_dim as f64 / 2.0) as usize,
-        factor: own.positive_or("factor", 1.0)?,
+        factor,
     })
 }

@@ -28,10 +28,12 @@ impl StopTokens {
         self
     }
 
+    /// Whether `id` ends an answer.
     pub fn contains(&self, id: u32) -> bool {
         self.0.contains(&id)
     }
 
+    /// The ids, in no particular order.
     pub fn ids(&self) -> &[u32] {
         &self.0
     }

@@ -36,6 +36,7 @@ pub struct LayerCache {
 }
 
 impl LayerCache {
+    /// An empty cache for a layer of this kind.
     pub fn new(kind: LayerKind) -> Self {
         Self {
             kind,
@@ -46,6 +47,7 @@ impl LayerCache {
         }
     }
 
+    /// What the layer may look at.
     pub fn kind(&self) -> LayerKind {
         self.kind
     }
@@ -55,6 +57,7 @@ impl LayerCache {
         self.len
     }
 
+    /// Whether no token is held.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -69,9 +72,9 @@ impl LayerCache {
         self.rows.as_ref().map_or(0, Rows::bytes)
     }
 
-    /// Makes the next allocation large enough for a context of `len` tokens.
+    /// Makes the next allocation large enough for a context of `len` tokens, or of 2^24 if that is less.
     pub fn reserve(&mut self, len: usize) {
-        self.reserve = len;
+        self.reserve = len.min(1 << 24);
     }
 
     /// Stores `k` and `v`, both `(batch, kv_heads, tokens, head_dim)`, and returns what these tokens may attend to.
@@ -89,6 +92,9 @@ impl LayerCache {
                 k.dims(),
                 k.dtype()
             );
+        }
+        if self.kind == (LayerKind::Sliding { window: 0 }) {
+            bail!("kv cache: the window is 0, want at least the token itself");
         }
         if tokens == 0 {
             bail!("kv cache: k is {:?}, want at least one token", k.dims());
@@ -150,11 +156,7 @@ impl LayerCache {
         let stored = tokens.min(window);
         let mut from = tokens - stored;
         for (slot, count) in ring_runs(end - stored, stored, window) {
-            rows.write(
-                slot,
-                &k.narrow(2, from, count)?.contiguous()?,
-                &v.narrow(2, from, count)?.contiguous()?,
-            )?;
+            rows.write(slot, &k.narrow(2, from, count)?, &v.narrow(2, from, count)?)?;
             from += count;
         }
         self.oldest = self.oldest.max(end - window);
@@ -188,6 +190,12 @@ impl LayerCache {
     ///
     /// A ring that has overwritten what a token at position `len` attends to; see [`Self::can_truncate`].
     pub fn truncate(&mut self, len: usize) -> Result<()> {
+        if len > self.len {
+            bail!(
+                "kv cache: can't go back to {len} tokens, {} are held",
+                self.len
+            );
+        }
         if !self.can_truncate(len) {
             bail!("kv cache: can't go back to {len} of {} tokens, positions before {} are overwritten ({:?})", self.len, self.oldest, self.kind);
         }
@@ -195,7 +203,7 @@ impl LayerCache {
         Ok(())
     }
 
-    /// Forgets every token and frees the buffers.
+    /// Forgets every token, frees the buffers and drops what was reserved.
     pub fn clear(&mut self) {
         *self = Self::new(self.kind);
     }

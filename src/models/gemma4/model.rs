@@ -79,14 +79,17 @@ impl Model {
         })
     }
 
+    /// The configuration it was made from.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
+    /// Type of the matrix products and the caches.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
+    /// Where the weights are.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -183,6 +186,7 @@ impl Model {
                 ids[at]
             );
         }
+        cache.check_model(&self.config)?;
         cache.check_room(tokens)?;
         Ok(tokens)
     }

@@ -23,8 +23,10 @@ impl Default for AttentionPath {
 }
 
 impl AttentionPath {
+    /// Every path, the reference first.
     pub const ALL: [Self; 2] = [Self::Reference, Self::Fused];
 
+    /// As `--attention` and [`FromStr`](std::str::FromStr) spell it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Reference => "reference",

@@ -26,6 +26,7 @@ impl Rope {
         }
     }
 
+    /// Radians a position, by pair.
     pub fn inv_freq(&self) -> &[f64] {
         &self.inv_freq
     }

@@ -135,11 +135,7 @@ impl Weights {
         let mut faults = Vec::new();
         for (name, want) in expected {
             match self.tensors.get(name) {
-                None => faults.push(format!(
-                    "{}{name}: missing from {}",
-                    self.prefix,
-                    places(&self.shards)
-                )),
+                None => faults.push(self.missing(name)),
                 Some(entry) if entry.shape != *want => faults.push(format!(
                     "{}: has shape {:?}, want {want:?}",
                     self.place(entry),
@@ -193,12 +189,13 @@ impl Weights {
     fn entry(&self, name: &str) -> Result<&Entry> {
         match self.tensors.get(name) {
             Some(entry) => Ok(entry),
-            None => bail!(
-                "weights: {}{name}: missing from {}",
-                self.prefix,
-                places(&self.shards)
-            ),
+            None => bail!("weights: {}", self.missing(name)),
         }
+    }
+
+    fn missing(&self, name: &str) -> String {
+        let prefix = if name == HEAD { "" } else { self.prefix };
+        format!("{prefix}{name}: missing from {}", places(&self.shards))
     }
 
     fn view(&self, entry: &Entry) -> Result<safetensors::tensor::TensorView<'_>> {
