@@ -32,10 +32,12 @@
 //! | feature | default | effect |
 //! |---|---|---|
 //! | `fused` | yes | [`AttentionPath::default()`](models::gemma4::AttentionPath) is the fused path; both are always compiled |
+//! | `metal` | no | [`attention_d512`] on Apple GPUs; forwarded to every candle crate |
 
 #![warn(missing_docs)]
 
 pub mod attention;
+pub mod backend;
 pub mod models;
 
 pub use attention::{attention_d512, AttentionD512, AttentionPartials};

@@ -10,6 +10,7 @@
 
 mod cpu;
 pub mod geometry;
+pub mod gpu;
 pub mod partial;
 pub mod plan;
 pub mod reference;
@@ -74,6 +75,7 @@ pub struct AttentionD512 {
     causal: bool,
     partitions: Option<usize>,
     cpu_kernel: Option<CpuKernel>,
+    route: gpu::Route,
 }
 
 impl AttentionD512 {
@@ -84,6 +86,7 @@ impl AttentionD512 {
             causal: true,
             partitions: None,
             cpu_kernel: None,
+            route: gpu::Route::default(),
         }
     }
 
@@ -106,6 +109,11 @@ impl AttentionD512 {
             cpu_kernel: Some(kernel),
             ..self
         }
+    }
+
+    /// Runs these kernels on a GPU; an error if the shape has no use for them.
+    pub fn route(self, route: gpu::Route) -> Self {
+        Self { route, ..self }
     }
 
     /// What [`AttentionD512::forward`] would run, or why it would not.
@@ -242,6 +250,7 @@ impl CustomOp3 for Op {
         Err(no_code_for("CUDA"))
     }
 
+    #[cfg(not(feature = "metal"))]
     fn metal_fwd(
         &self,
         _: &MetalStorage,
@@ -253,12 +262,49 @@ impl CustomOp3 for Op {
     ) -> Result<(MetalStorage, Shape)> {
         Err(no_code_for("Metal"))
     }
+
+    #[cfg(feature = "metal")]
+    fn metal_fwd(
+        &self,
+        q: &MetalStorage,
+        q_l: &Layout,
+        k: &MetalStorage,
+        k_l: &Layout,
+        v: &MetalStorage,
+        v_l: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        use candle::backend::BackendStorage;
+        if let Resulting::Partials = self.result {
+            bail!(
+                "{NAME}: partial states are made on the CPU only, q, k and v are on a Metal device"
+            );
+        }
+        let inputs = [(q_l, q.dtype()), (k_l, k.dtype()), (v_l, v.dtype())];
+        let [q_in, k_in, v_in] = inputs;
+        let geometry =
+            AttentionGeometry::from_layouts(NAME, q_in, k_in, v_in, self.settings.causal)?;
+        let partitions = self.settings.plan(&geometry)?;
+        let plan = gpu::plan(
+            &geometry,
+            &partitions,
+            self.settings.softmax_scale,
+            self.settings.route,
+        )?;
+        let out =
+            crate::backend::metal::run(&plan, &[q, k, v], q_l.shape().elem_count(), q.dtype())?;
+        Ok((out, q_l.shape().clone()))
+    }
 }
 
 /// Never a fallback: a copy to the CPU would be silent and slow.
 fn no_code_for(device: &str) -> candle::Error {
+    let there = if cfg!(feature = "metal") {
+        "the CPU and Metal"
+    } else {
+        "the CPU, and for Metal with the feature `metal`"
+    };
     candle::Error::Msg(format!(
-        "{NAME}: q, k and v are on a {device} device, there is code for the CPU only"
+        "{NAME}: q, k and v are on a {device} device, there is code for {there}"
     ))
 }
 
@@ -269,8 +315,8 @@ mod tests {
     #[test]
     fn a_device_without_code_is_named_together_with_those_that_have_it() {
         insta::assert_snapshot!(
-            no_code_for("Metal").to_string(),
-            @"attention_d512: q, k and v are on a Metal device, there is code for the CPU only"
+            no_code_for("CUDA").to_string(),
+            @"attention_d512: q, k and v are on a CUDA device, there is code for the CPU, and for Metal with the feature `metal`"
         );
     }
 }

@@ -1,0 +1,397 @@
+//! Which kernels a GPU runs for a geometry, on which grid, with which scratch: the only place that knows.
+
+use super::geometry::{AttentionGeometry, RowView, HEAD_DIM};
+use super::plan::{Partitions, ScratchBytes};
+use crate::backend::params::{GemAttention, GemRows};
+use crate::backend::plan::{Binding, Pass, Plan, Slot, Source};
+use candle::{bail, DType, Result};
+use Binding::{Read, Update, Write};
+
+const LANES: u32 = 32;
+const THREADS: u32 = 256;
+const SIMD_GROUPS: usize = 8;
+const OP: &str = "attention_d512";
+
+/// Which kernels compute attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Route {
+    /// One pass over the cache and a merge.
+    Fused(Tiling),
+    /// As `Fused`, on the matrix units; for query rows that see every key.
+    Matrix,
+    /// Scores, softmax and values as passes of their own: the unfused baseline.
+    Staged,
+}
+
+/// How a threadgroup of the fused route shares a tile of K and V rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tiling {
+    /// Tokens of a tile: 4 or 8.
+    pub tokens: u32,
+    /// Query rows that a SIMD group serves from one read of the tile: 1, or 2 with tiles of 4 tokens.
+    pub heads: u32,
+    /// Stage the tile in threadgroup memory; else every SIMD group reads the device.
+    pub stage: bool,
+}
+
+impl Default for Route {
+    fn default() -> Self {
+        Self::Fused(Tiling {
+            tokens: 4,
+            heads: 1,
+            stage: true,
+        })
+    }
+}
+
+/// The kernels of one K/V element type: partial first passes by tiling, the matrix first pass, staged scores and values.
+struct Entries {
+    partial: [(Tiling, &'static str); 6],
+    matrix: &'static str,
+    scores: &'static str,
+    values: &'static str,
+}
+
+macro_rules! entries {
+    ($name:literal) => {
+        Entries {
+            partial: [
+                (
+                    tiling(4, 1, true),
+                    concat!("attention_d512_partial_", $name, "_tile4_heads1_staged"),
+                ),
+                (
+                    tiling(4, 1, false),
+                    concat!("attention_d512_partial_", $name, "_tile4_heads1_direct"),
+                ),
+                (
+                    tiling(8, 1, true),
+                    concat!("attention_d512_partial_", $name, "_tile8_heads1_staged"),
+                ),
+                (
+                    tiling(8, 1, false),
+                    concat!("attention_d512_partial_", $name, "_tile8_heads1_direct"),
+                ),
+                (
+                    tiling(4, 2, true),
+                    concat!("attention_d512_partial_", $name, "_tile4_heads2_staged"),
+                ),
+                (
+                    tiling(4, 2, false),
+                    concat!("attention_d512_partial_", $name, "_tile4_heads2_direct"),
+                ),
+            ],
+            matrix: concat!("attention_d512_matrix_", $name),
+            scores: concat!("attention_staged_scores_", $name),
+            values: concat!("attention_staged_values_", $name),
+        }
+    };
+}
+
+const fn tiling(tokens: u32, heads: u32, stage: bool) -> Tiling {
+    Tiling {
+        tokens,
+        heads,
+        stage,
+    }
+}
+
+static F32: Entries = entries!("f32");
+static F16: Entries = entries!("f16");
+static BF16: Entries = entries!("bf16");
+
+/// The plan of `route`; `partitions` are those of the CPU, so that a fault of the merge shows everywhere.
+///
+/// # Errors
+///
+/// K and V of different dtypes, sizes past the 32 bits of a grid or a parameter, or a route that the geometry has no use for.
+pub fn plan(
+    g: &AttentionGeometry,
+    partitions: &Partitions,
+    softmax_scale: f32,
+    route: Route,
+) -> Result<Plan> {
+    if g.k.dtype != g.v.dtype {
+        bail!(
+            "{OP}: k is {:?} and v {:?}, want one dtype for both on a GPU",
+            g.k.dtype,
+            g.v.dtype
+        );
+    }
+    let entries = match g.k.dtype {
+        DType::F16 => &F16,
+        DType::BF16 => &BF16,
+        _ => &F32,
+    };
+    let params = params(g, partitions, softmax_scale)?;
+    let sizes = Sizes::new(g, partitions)?;
+    match route {
+        Route::Fused(tiling) => fused(g, &sizes, &params, entries, tiling),
+        Route::Matrix => matrix(g, partitions, &sizes, &params, entries),
+        Route::Staged => staged(g, &sizes, &params, entries),
+    }
+}
+
+/// Numbers of a grid, known to fit.
+struct Sizes {
+    partitions: u32,
+    batch_heads: u32,
+    /// Query rows of one KV head.
+    rows: u32,
+    /// Query rows in all.
+    all_rows: u32,
+    kv_len: u32,
+    element: u32,
+    scratch: ScratchBytes,
+}
+
+impl Sizes {
+    fn new(g: &AttentionGeometry, partitions: &Partitions) -> Result<Self> {
+        let all_rows = g.batch * g.q_heads * g.q_len;
+        Ok(Self {
+            partitions: narrow("partitions", partitions.count())?,
+            batch_heads: narrow("batch * kv_heads", g.batch * g.kv_heads)?,
+            rows: narrow("group * q_len", g.rows_per_kv_head())?,
+            all_rows: narrow("batch * q_heads * q_len", all_rows)?,
+            kv_len: narrow("kv_len", g.kv_len)?,
+            element: g.k.dtype.size_in_bytes() as u32,
+            scratch: ScratchBytes::new(
+                all_rows as u64,
+                partitions.count() as u64,
+                HEAD_DIM as u64,
+            )?,
+        })
+    }
+
+    fn partial_buffers(&self) -> Vec<u64> {
+        vec![
+            self.scratch.maxima,
+            self.scratch.denominators,
+            self.scratch.numerators,
+        ]
+    }
+}
+
+fn fused(
+    g: &AttentionGeometry,
+    s: &Sizes,
+    params: &[u8],
+    entries: &Entries,
+    tiling: Tiling,
+) -> Result<Plan> {
+    let Some((_, entry)) = entries.partial.iter().find(|(known, _)| *known == tiling) else {
+        bail!("{OP}: no kernel for {tiling:?}, want tiles of 4 or 8 tokens with 1 head, or of 4 with 2");
+    };
+    // A SIMD group that owns no row would only help to load, so there are no more of them than rows.
+    let simd_groups = s.rows.div_ceil(tiling.heads).min(SIMD_GROUPS as u32);
+    let first = Pass {
+        source: Source::AttentionD512,
+        entry,
+        buffers: first_pass_buffers(),
+        params: params.to_vec(),
+        threadgroups: [
+            s.partitions,
+            s.batch_heads,
+            s.rows.div_ceil(simd_groups * tiling.heads),
+        ],
+        threads: LANES * simd_groups,
+        threadgroup_bytes: if tiling.stage {
+            2 * tiling.tokens * HEAD_DIM as u32 * s.element
+        } else {
+            // Unused, but a kernel's argument must be bound.
+            16
+        },
+    };
+    check_grid(&first)?;
+    Ok(Plan {
+        scratch: s.partial_buffers(),
+        passes: vec![first, merge(g, s, params)?],
+    })
+}
+
+fn matrix(
+    g: &AttentionGeometry,
+    partitions: &Partitions,
+    s: &Sizes,
+    params: &[u8],
+    entries: &Entries,
+) -> Result<Plan> {
+    if g.causal && g.q_len > 1 {
+        bail!(
+            "{OP}: the matrix route is for query rows that see every key, got {} causal rows",
+            g.q_len
+        );
+    }
+    let shortest = partitions.range(0).len();
+    if shortest < 8 {
+        bail!(
+            "{OP}: the matrix route wants partitions of at least 8 keys, got {shortest} of {} keys",
+            g.kv_len
+        );
+    }
+    let first = Pass {
+        source: Source::AttentionMatrix,
+        entry: entries.matrix,
+        buffers: first_pass_buffers(),
+        params: params.to_vec(),
+        threadgroups: [s.partitions, s.batch_heads, s.rows.div_ceil(8)],
+        threads: THREADS,
+        threadgroup_bytes: 8 * HEAD_DIM as u32 * 4,
+    };
+    check_grid(&first)?;
+    Ok(Plan {
+        scratch: s.partial_buffers(),
+        passes: vec![first, merge(g, s, params)?],
+    })
+}
+
+fn first_pass_buffers() -> Vec<Binding> {
+    let inputs = [0, 1, 2].map(|input| Read(Slot::Input(input)));
+    let partials = [0, 1, 2].map(|scratch| Write(Slot::Scratch(scratch)));
+    inputs.into_iter().chain(partials).collect()
+}
+
+fn merge(_: &AttentionGeometry, s: &Sizes, params: &[u8]) -> Result<Pass> {
+    let pass = Pass {
+        source: Source::AttentionD512,
+        entry: "attention_d512_merge",
+        buffers: vec![
+            Read(Slot::Scratch(0)),
+            Read(Slot::Scratch(1)),
+            Read(Slot::Scratch(2)),
+            Write(Slot::Output),
+        ],
+        params: params.to_vec(),
+        threadgroups: [s.all_rows, 1, 1],
+        threads: THREADS,
+        threadgroup_bytes: 0,
+    };
+    check_grid(&pass)?;
+    Ok(pass)
+}
+
+/// Dimensions of a value tile, and slices of the sequence, of the staged route.
+const VALUE_DIMS: u32 = 32;
+const VALUE_PARTITIONS: u32 = 16;
+const SCORE_TOKENS: u32 = 64;
+
+fn staged(g: &AttentionGeometry, s: &Sizes, params: &[u8], entries: &Entries) -> Result<Plan> {
+    let bytes = |elements: [usize; 3]| {
+        let product = elements
+            .iter()
+            .try_fold(4u64, |bytes, &n| bytes.checked_mul(n as u64));
+        match product {
+            Some(bytes) => Ok(bytes),
+            None => bail!("{OP}: scratch of {elements:?} f32 passes 64 bits"),
+        }
+    };
+    let (rows, row_blocks) = (s.all_rows as usize, s.rows.div_ceil(8));
+    let pass = |entry, buffers, threadgroups, threadgroup_bytes| Pass {
+        source: Source::AttentionStaged,
+        entry,
+        buffers,
+        params: params.to_vec(),
+        threadgroups,
+        threads: THREADS,
+        threadgroup_bytes,
+    };
+    let (scores, sums) = (Slot::Scratch(0), Slot::Scratch(1));
+    let value_heads = match s.batch_heads.checked_mul(row_blocks) {
+        Some(n) => n,
+        None => bail!(
+            "{OP}: {} KV heads of {row_blocks} row blocks pass 32 bits",
+            s.batch_heads
+        ),
+    };
+    let passes = vec![
+        pass(
+            entries.scores,
+            vec![Read(Slot::Input(0)), Read(Slot::Input(1)), Write(scores)],
+            [s.kv_len.div_ceil(SCORE_TOKENS), s.batch_heads, row_blocks],
+            4 * HEAD_DIM as u32 * s.element,
+        ),
+        pass(
+            "attention_staged_softmax",
+            vec![Update(scores)],
+            [s.all_rows, 1, 1],
+            64,
+        ),
+        pass(
+            entries.values,
+            vec![Read(Slot::Input(2)), Read(scores), Write(sums)],
+            [HEAD_DIM as u32 / VALUE_DIMS, VALUE_PARTITIONS, value_heads],
+            VALUE_DIMS * 32 * s.element,
+        ),
+        pass(
+            "attention_staged_reduce",
+            vec![Read(sums), Write(Slot::Output)],
+            [s.all_rows, 1, 1],
+            0,
+        ),
+    ];
+    for pass in &passes {
+        check_grid(pass)?;
+    }
+    let scratch = vec![
+        bytes([rows, g.kv_len, 1])?,
+        bytes([rows, VALUE_PARTITIONS as usize, HEAD_DIM])?,
+    ];
+    Ok(Plan { scratch, passes })
+}
+
+/// Metal and CUDA take at most 2^31 - 1 threadgroups in x, 65,535 in y and z.
+fn check_grid(pass: &Pass) -> Result<()> {
+    let most = [i32::MAX as u32, 65_535, 65_535];
+    if pass
+        .threadgroups
+        .iter()
+        .zip(most)
+        .any(|(&n, most)| n > most)
+    {
+        bail!(
+            "{OP}: {} needs a grid of {:?} threadgroups, want at most {most:?}",
+            pass.entry,
+            pass.threadgroups
+        );
+    }
+    Ok(())
+}
+
+fn narrow(what: &str, n: usize) -> Result<u32> {
+    match u32::try_from(n) {
+        Ok(n) if n <= i32::MAX as u32 => Ok(n),
+        _ => bail!("{OP}: {what} is {n}, want less than 2^31 on a GPU"),
+    }
+}
+
+fn params(g: &AttentionGeometry, partitions: &Partitions, softmax_scale: f32) -> Result<Vec<u8>> {
+    let rows = |view: &RowView| GemRows {
+        start: view.start,
+        batch_stride: view.batch_stride,
+        head_stride: view.head_stride,
+        row_stride: view.row_stride,
+    };
+    let type_number = |dtype: DType| match dtype {
+        DType::F16 => 1,
+        DType::BF16 => 2,
+        _ => 0,
+    };
+    let params = GemAttention {
+        q: rows(&g.q),
+        k: rows(&g.k),
+        v: rows(&g.v),
+        batch: narrow("batch", g.batch)?,
+        q_heads: narrow("q_heads", g.q_heads)?,
+        kv_heads: narrow("kv_heads", g.kv_heads)?,
+        group: narrow("group", g.group)?,
+        q_len: narrow("q_len", g.q_len)?,
+        kv_len: narrow("kv_len", g.kv_len)?,
+        causal: g.causal as u32,
+        partitions: narrow("partitions", partitions.count())?,
+        partition_len: narrow("partition length", partitions.range(0).len())?,
+        q_type: type_number(g.q.dtype),
+        out_type: type_number(g.q.dtype),
+        softmax_scale,
+    };
+    Ok(params.bytes())
+}

@@ -1,0 +1,236 @@
+//! Runs any [`Plan`] on Metal; the only file that names it.
+
+use super::plan::{Binding, Pass, Plan, Slot, Source, GEM_H};
+use candle::backend::BackendStorage;
+use candle::{bail, DType, MetalDevice, MetalError, MetalStorage, Result};
+use candle_metal_kernels::metal::{Buffer, ComputePipeline, Library};
+use candle_metal_kernels::MetalKernelError;
+use objc2_metal::{
+    MTLCompileOptions, MTLComputePipelineState, MTLDevice, MTLLanguageVersion, MTLMathMode, MTLSize,
+};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// Every kernel is written for SIMD groups of 32.
+const SIMD_WIDTH: usize = 32;
+
+/// Encodes the passes of `plan` on the device of its inputs; the result has `elements` elements of `dtype`.
+///
+/// # Errors
+///
+/// A kernel that does not compile, or a pipeline that this device can't launch as planned; nothing is encoded then.
+pub fn run(
+    plan: &Plan,
+    inputs: &[&MetalStorage],
+    elements: usize,
+    dtype: DType,
+) -> Result<MetalStorage> {
+    let Some(first) = inputs.first() else {
+        bail!("metal: a plan without inputs has no device")
+    };
+    let device = first.device();
+    let pipelines = plan
+        .passes
+        .iter()
+        .map(|pass| pipeline(device, pass))
+        .collect::<Result<Vec<_>>>()?;
+    // Allocate before encoding: the encoder holds the lock that a zeroed allocation takes.
+    let scratch = plan
+        .scratch
+        .iter()
+        .map(|&bytes| scratch_buffer(device, bytes))
+        .collect::<Result<Vec<_>>>()?;
+    let output = device
+        .new_buffer_builder()
+        .with_size_for(elements, dtype)
+        .with_label("gem_output")
+        .build()?;
+    let guard = device.command_encoder()?;
+    let encoder = guard.as_ref();
+    for (pass, pipeline) in plan.passes.iter().zip(&pipelines) {
+        encoder.set_compute_pipeline_state(pipeline);
+        for (index, binding) in pass.buffers.iter().enumerate() {
+            let buffer: &Buffer = match binding.slot() {
+                Slot::Input(input) => match inputs.get(input) {
+                    Some(storage) => storage.buffer(),
+                    None => bail!(
+                        "metal: {} binds input {input} of {}",
+                        pass.entry,
+                        inputs.len()
+                    ),
+                },
+                Slot::Output => &output,
+                Slot::Scratch(slot) => match scratch.get(slot) {
+                    Some(buffer) => buffer,
+                    None => bail!(
+                        "metal: {} binds scratch {slot} of {}",
+                        pass.entry,
+                        scratch.len()
+                    ),
+                },
+            };
+            // Encoders are concurrent and buffers untracked: what a pass writes must be bound as written, or the next
+            // pass does not wait for it.
+            match binding {
+                Binding::Read(_) => encoder.set_input_buffer(index, Some(buffer), 0),
+                Binding::Write(_) | Binding::Update(_) => {
+                    encoder.set_output_buffer(index, Some(buffer), 0)
+                }
+            }
+        }
+        encoder.set_bytes_directly(
+            pass.buffers.len(),
+            pass.params.len(),
+            pass.params.as_ptr().cast(),
+        );
+        if pass.threadgroup_bytes > 0 {
+            encoder.set_threadgroup_memory_length(0, pass.threadgroup_bytes as usize);
+        }
+        encoder.dispatch_thread_groups(size(pass.threadgroups), size([pass.threads, 1, 1]));
+    }
+    Ok(MetalStorage::new(output, device.clone(), elements, dtype))
+}
+
+/// What a pipeline of a plan takes, read from the pipeline itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PipelineReceipt {
+    /// Name of the kernel.
+    pub entry: &'static str,
+    /// Threads of a SIMD group.
+    pub simd_width: usize,
+    /// Most threads that this pipeline can run in a threadgroup on this device.
+    pub max_threads_per_threadgroup: usize,
+    /// Threads that the plan asks for.
+    pub threads_per_threadgroup: usize,
+    /// Threadgroup memory that the text declares.
+    pub static_threadgroup_bytes: usize,
+    /// Threadgroup memory that the plan asks for.
+    pub dynamic_threadgroup_bytes: usize,
+    /// Threadgroup memory that the device has.
+    pub device_threadgroup_bytes: usize,
+}
+
+/// The pipelines of `plan` on `device`, each checked to be launchable. Says that they compile and launch, nothing about speed.
+pub fn receipt(plan: &Plan, device: &MetalDevice) -> Result<Vec<PipelineReceipt>> {
+    plan.passes
+        .iter()
+        .map(|pass| Ok(measured(device, pass, &pipeline(device, pass)?)))
+        .collect()
+}
+
+fn measured(device: &MetalDevice, pass: &Pass, pipeline: &ComputePipeline) -> PipelineReceipt {
+    let raw = pipeline.as_ref();
+    PipelineReceipt {
+        entry: pass.entry,
+        simd_width: raw.threadExecutionWidth(),
+        max_threads_per_threadgroup: raw.maxTotalThreadsPerThreadgroup(),
+        threads_per_threadgroup: pass.threads as usize,
+        static_threadgroup_bytes: raw.staticThreadgroupMemoryLength(),
+        dynamic_threadgroup_bytes: pass.threadgroup_bytes as usize,
+        device_threadgroup_bytes: device.metal_device().as_ref().maxThreadgroupMemoryLength(),
+    }
+}
+
+/// Metal drops a launch that is too large without a word and leaves the output as it was, so it is refused here.
+fn check(r: &PipelineReceipt) -> Result<()> {
+    if r.simd_width != SIMD_WIDTH {
+        bail!(
+            "metal: {} runs in SIMD groups of {}, want {SIMD_WIDTH}",
+            r.entry,
+            r.simd_width
+        );
+    }
+    if r.threads_per_threadgroup > r.max_threads_per_threadgroup {
+        bail!(
+            "metal: {} can run {} threads in a threadgroup on this device, want {}",
+            r.entry,
+            r.max_threads_per_threadgroup,
+            r.threads_per_threadgroup
+        );
+    }
+    let bytes = r.static_threadgroup_bytes + r.dynamic_threadgroup_bytes;
+    if bytes > r.device_threadgroup_bytes {
+        bail!(
+            "metal: {} needs {bytes} bytes of threadgroup memory ({} static), this device has {}",
+            r.entry,
+            r.static_threadgroup_bytes,
+            r.device_threadgroup_bytes
+        );
+    }
+    Ok(())
+}
+
+fn scratch_buffer(device: &MetalDevice, bytes: u64) -> Result<Arc<Buffer>> {
+    let elements = usize::try_from(bytes.div_ceil(4))?;
+    device
+        .new_buffer_builder()
+        .with_size_for(elements, DType::F32)
+        .with_label("gem_scratch")
+        .build()
+}
+
+fn size([width, height, depth]: [u32; 3]) -> MTLSize {
+    MTLSize {
+        width: width as usize,
+        height: height as usize,
+        depth: depth as usize,
+    }
+}
+
+/// Libraries and pipelines by the registry id of their device.
+#[derive(Default)]
+struct Cache {
+    libraries: HashMap<(u64, Source), Library>,
+    pipelines: HashMap<(u64, &'static str), ComputePipeline>,
+}
+
+fn cache() -> &'static Mutex<Cache> {
+    static CACHE: OnceLock<Mutex<Cache>> = OnceLock::new();
+    CACHE.get_or_init(Default::default)
+}
+
+/// The checked pipeline of a pass, compiled on first use.
+fn pipeline(device: &MetalDevice, pass: &Pass) -> Result<ComputePipeline> {
+    let failed = |e: MetalKernelError| candle::Error::from(MetalError::from(e));
+    let id = device.registry_id();
+    let mut cache = cache().lock().map_err(MetalError::from)?;
+    let pipeline = match cache.pipelines.get(&(id, pass.entry)) {
+        Some(pipeline) => pipeline.clone(),
+        None => {
+            let library = match cache.libraries.get(&(id, pass.source)) {
+                Some(library) => library.clone(),
+                None => {
+                    let text = pass.source.text().replace("#include \"gem.h\"", GEM_H);
+                    let library = device
+                        .new_library_with_source(&text, Some(&compile_options()))
+                        .map_err(failed)?;
+                    cache.libraries.insert((id, pass.source), library.clone());
+                    library
+                }
+            };
+            let function = library.get_function(pass.entry, None).map_err(failed)?;
+            let pipeline = device
+                .new_compute_pipeline_state_with_function(&function)
+                .map_err(failed)?;
+            cache.pipelines.insert((id, pass.entry), pipeline.clone());
+            pipeline
+        }
+    };
+    // The same pipeline may be planned with more threads or memory than the last time.
+    check(&measured(device, pass, &pipeline))?;
+    Ok(pipeline)
+}
+
+/// IEEE arithmetic: under fast math the compiler may assume that there is no NaN to pass on.
+fn compile_options() -> objc2::rc::Retained<MTLCompileOptions> {
+    let options = MTLCompileOptions::new();
+    // bfloat came with 3.1.
+    options.setLanguageVersion(MTLLanguageVersion::Version3_1);
+    if objc2::available!(macos = 15.0, ios = 18.0) {
+        options.setMathMode(MTLMathMode::Safe);
+    } else {
+        #[allow(deprecated)]
+        options.setFastMathEnabled(false);
+    }
+    options
+}

@@ -1,0 +1,6 @@
+//! What a GPU is asked to do, as data, and what does it.
+
+#[cfg(feature = "metal")]
+pub mod metal;
+pub mod params;
+pub mod plan;

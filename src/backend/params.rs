@@ -1,0 +1,73 @@
+//! The parameter structs of `metal/gem.h`, field for field: the header says what each is.
+#![allow(missing_docs)]
+
+use std::mem::{offset_of, size_of};
+
+/// `GemRows`: where the rows of a tensor lie, in elements.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GemRows {
+    pub start: u64,
+    pub batch_stride: u64,
+    pub head_stride: u64,
+    pub row_stride: u64,
+}
+
+/// `GemAttention`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GemAttention {
+    pub q: GemRows,
+    pub k: GemRows,
+    pub v: GemRows,
+    pub batch: u32,
+    pub q_heads: u32,
+    pub kv_heads: u32,
+    pub group: u32,
+    pub q_len: u32,
+    pub kv_len: u32,
+    pub causal: u32,
+    pub partitions: u32,
+    pub partition_len: u32,
+    pub q_type: u32,
+    pub out_type: u32,
+    pub softmax_scale: f32,
+}
+
+const _: () = {
+    assert!(size_of::<GemRows>() == 32);
+    assert!(size_of::<GemAttention>() == 144);
+    assert!(offset_of!(GemAttention, k) == 32);
+    assert!(offset_of!(GemAttention, v) == 64);
+    assert!(offset_of!(GemAttention, batch) == 96);
+    assert!(offset_of!(GemAttention, softmax_scale) == 140);
+};
+
+impl GemAttention {
+    /// The bytes as the kernels read them.
+    pub fn bytes(&self) -> Vec<u8> {
+        let rows = |r: &GemRows| [r.start, r.batch_stride, r.head_stride, r.row_stride];
+        let wide = [rows(&self.q), rows(&self.k), rows(&self.v)];
+        let mut bytes: Vec<u8> = wide
+            .iter()
+            .flatten()
+            .flat_map(|x| x.to_ne_bytes())
+            .collect();
+        let narrow = [
+            self.batch,
+            self.q_heads,
+            self.kv_heads,
+            self.group,
+            self.q_len,
+            self.kv_len,
+            self.causal,
+            self.partitions,
+            self.partition_len,
+            self.q_type,
+            self.out_type,
+            self.softmax_scale.to_bits(),
+        ];
+        bytes.extend(narrow.iter().flat_map(|x| x.to_ne_bytes()));
+        bytes
+    }
+}

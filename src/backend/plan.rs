@@ -1,0 +1,102 @@
+//! What a GPU is asked to do, as plain data: an executor encodes it, a test prints it, the harness of the tests runs it.
+
+/// One or more kernel launches in order, with the scratch that they share.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    /// Bytes of each scratch buffer. Not zeroed: the passes write every element that they read.
+    pub scratch: Vec<u64>,
+    /// In order; a later pass sees what an earlier one wrote.
+    pub passes: Vec<Pass>,
+}
+
+/// One launch of one kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pass {
+    /// Which source text holds the kernel.
+    pub source: Source,
+    /// Name of the kernel in it.
+    pub entry: &'static str,
+    /// Buffer `n` of the kernel is `buffers[n]`; the parameters follow as the next one.
+    pub buffers: Vec<Binding>,
+    /// Bytes of the parameter struct.
+    pub params: Vec<u8>,
+    /// Threadgroups of the grid.
+    pub threadgroups: [u32; 3],
+    /// Threads of a threadgroup, in its first dimension: whole SIMD groups of 32.
+    pub threads: u32,
+    /// Dynamic threadgroup memory in bytes, a multiple of 16; 0 for none.
+    pub threadgroup_bytes: u32,
+}
+
+/// A buffer of a pass, and what the pass does with it. Passes are ordered by what they read and write, so a buffer that is
+/// written must say so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Binding {
+    /// Only read.
+    Read(Slot),
+    /// Nothing that it held is read.
+    Write(Slot),
+    /// Read and written in place.
+    Update(Slot),
+}
+
+impl Binding {
+    /// Where the buffer comes from.
+    pub fn slot(self) -> Slot {
+        match self {
+            Self::Read(slot) | Self::Write(slot) | Self::Update(slot) => slot,
+        }
+    }
+}
+
+/// Where a buffer comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Slot {
+    /// A tensor given to the op, by argument; whole storage, the parameters hold its offsets.
+    Input(usize),
+    /// The result.
+    Output,
+    /// A scratch buffer of the plan.
+    Scratch(usize),
+}
+
+/// A file of `metal/`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Source {
+    /// The fused kernels and the merge.
+    AttentionD512,
+    /// The first pass on the matrix units.
+    AttentionMatrix,
+    /// The unfused baseline.
+    AttentionStaged,
+}
+
+/// The header that every source includes.
+pub const GEM_H: &str = include_str!("../../metal/gem.h");
+
+impl Source {
+    /// Every file but the header.
+    pub const ALL: [Self; 3] = [
+        Self::AttentionD512,
+        Self::AttentionMatrix,
+        Self::AttentionStaged,
+    ];
+
+    /// Its name.
+    pub fn file(self) -> &'static str {
+        match self {
+            Self::AttentionD512 => "attention_d512.metal",
+            Self::AttentionMatrix => "attention_matrix.metal",
+            Self::AttentionStaged => "attention_staged.metal",
+        }
+    }
+
+    /// Its text.
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::AttentionD512 => include_str!("../../metal/attention_d512.metal"),
+            Self::AttentionMatrix => include_str!("../../metal/attention_matrix.metal"),
+            Self::AttentionStaged => include_str!("../../metal/attention_staged.metal"),
+        }
+    }
+}
