@@ -189,7 +189,7 @@ impl AttentionGeometry {
         }
     }
 
-    /// Query rows of one KV head: `group * q_len`, ordered by query row first, query head second.
+    /// Query rows of one KV head: `group * q_len`, in whatever order an executor takes them.
     pub fn rows_per_kv_head(&self) -> usize {
         self.group * self.q_len
     }

@@ -28,6 +28,9 @@ use store::Stored;
 
 const NAME: &str = "attention_d512";
 
+/// Bytes of partial states that one call may hold at a time: 4 GiB.
+const MOST_SCRATCH: u64 = 1 << 32;
+
 /// Partitions whose states can be asked for: more than a cache has use for, and each costs memory.
 const MOST_STATES: usize = 65_535;
 
@@ -51,7 +54,9 @@ const MOST_STATES: usize = 65_535;
 ///
 /// Everything that [`AttentionD512::check`] refuses (no key at all, fewer keys than query rows, a shape, dtype or stride
 /// that does not fit), and a device that there is no code for. There is no backward pass: training through it fails with
-/// candle's "backward not supported". A NaN or an infinite score that a row sees makes the row NaN, as softmax does.
+/// candle's "backward not supported". As softmax does, a NaN or a score of
+/// +infinity makes the row NaN, and one of -infinity does not count unless all of them are; scores and sums of `p v` past the
+/// range of f32 are infinite.
 ///
 /// ```
 /// use candle::{DType, Device, Tensor};
@@ -182,7 +187,16 @@ impl AttentionD512 {
         };
         let rows = (g.batch * g.q_heads * g.q_len) as u64;
         ScratchBytes::new(rows, count as u64, HEAD_DIM as u64)?;
-        Partitions::new(g.kv_len, count)
+        let partitions = Partitions::new(g.kv_len, count)?;
+        // The rows of a tile are in the making together, in every partition that has a key.
+        let tile = g.rows_per_kv_head().min(plan::ROW_TILE) as u64;
+        let together = ScratchBytes::new(tile, partitions.live() as u64, HEAD_DIM as u64)?.total;
+        if together > MOST_SCRATCH {
+            bail!(
+                "{NAME}: got {count} partitions, whose states of {tile} rows take {together} bytes, want at most {MOST_SCRATCH}"
+            );
+        }
+        Ok(partitions)
     }
 }
 
@@ -226,7 +240,7 @@ impl CustomOp3 for Op {
             [q, k, v],
         )?;
         if let Resulting::Partials = self.result {
-            let packed = call.partials();
+            let packed = call.partials()?;
             let len = packed.len();
             return Ok((CpuStorage::F32(packed), Shape::from(len)));
         }

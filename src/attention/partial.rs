@@ -197,8 +197,9 @@ pub(super) fn merge_row<'a>(
 /// Fails closed on a state that no set of finite scores and values has.
 fn check_state(max: f32, denominator: f32, numerator: &[f32]) -> Result<()> {
     let empty = denominator == 0.0;
-    if denominator.is_nan() || denominator < 0.0 || denominator.is_infinite() {
-        bail!("attention_partials: a state has denominator {denominator}, want a finite sum of exponentials");
+    let sum = denominator == 0.0 || (denominator.is_normal() && denominator > 0.0);
+    if !sum {
+        bail!("attention_partials: a state has denominator {denominator}, want 0 or a finite sum of exponentials that is no subnormal");
     }
     if !max.is_finite() {
         bail!("attention_partials: a state has maximum {max}, want a finite one (empty states use {EMPTY_MAX:e})");
@@ -293,9 +294,11 @@ impl CustomOp3 for MergeStates {
             .zip(denominators)
             .zip(numerators.par_chunks_mut(states.dim))
             .enumerate()
-            .for_each(|(row, ((max, denominator), out))| {
+            .try_for_each(|(row, ((max, denominator), out))| {
                 (*max, *denominator) = merge_row(states.row(row), out);
-            });
+                // Sums of states in range can leave it.
+                check_state(*max, *denominator, out)
+            })?;
         let len = packed.len();
         Ok((CpuStorage::F32(packed), Shape::from(len)))
     }
@@ -321,29 +324,39 @@ impl CustomOp3 for FinishStates {
     ) -> Result<(CpuStorage, Shape)> {
         let states = States::new((max, max_l), (denominator, den_l), Some((numerator, num_l)))?;
         let storage = match self.dtype {
-            DType::F16 => finish_all::<f16>(&states),
-            DType::BF16 => finish_all::<bf16>(&states),
-            _ => finish_all::<f32>(&states),
+            DType::F16 => finish_all::<f16>(&states)?,
+            DType::BF16 => finish_all::<bf16>(&states)?,
+            _ => finish_all::<f32>(&states)?,
         };
         Ok((storage, Shape::from(&num_l.dims()[1..])))
     }
 }
 
-fn finish_all<E: Stored>(states: &States) -> CpuStorage {
+fn finish_all<E: Stored>(states: &States) -> Result<CpuStorage> {
     let mut out = vec![E::ZERO; states.rows * states.dim];
     out.par_chunks_mut(states.dim)
         .enumerate()
-        .for_each(|(row, out)| {
-            E::fill(out, |wide| finish_row(states.row(row), wide));
-        });
-    E::into_storage(out)
+        .try_for_each(|(row, out)| {
+            let mut finite = true;
+            E::fill(out, |wide| {
+                let denominator = finish_row(states.row(row), wide);
+                finite = denominator.is_finite() && wide.iter().all(|x| x.is_finite());
+            });
+            match finite {
+                true => Ok(()),
+                false => bail!(
+                    "attention_partials: the states of row {row} add up past the range of f32"
+                ),
+            }
+        })?;
+    Ok(E::into_storage(out))
 }
 
-/// The normalised row of its states; 0 if all are empty.
+/// The normalised row of its states, and their denominator; 0 both if all are empty.
 pub(super) fn finish_row<'a>(
     states: impl Iterator<Item = (f32, f32, &'a [f32])> + Clone,
     out: &mut [f32],
-) {
+) -> f32 {
     let mut live = states
         .clone()
         .filter(|(_, denominator, _)| *denominator != 0.0);
@@ -365,6 +378,7 @@ pub(super) fn finish_row<'a>(
         }
         None => out.iter_mut().for_each(|o| *o *= reciprocal),
     }
+    denominator
 }
 
 struct LogSumExp;
@@ -383,12 +397,11 @@ impl CustomOp2 for LogSumExp {
     ) -> Result<(CpuStorage, Shape)> {
         let states = States::new((max, max_l), (denominator, den_l), None)?;
         let lse = (0..states.rows).map(|row| match merge_row(states.row(row), &mut []) {
-            (_, 0.0) => f32::NEG_INFINITY,
-            (max, denominator) => max + denominator.ln(),
+            (_, 0.0) => Ok(f32::NEG_INFINITY),
+            (max, denominator) if denominator.is_finite() => Ok(max + denominator.ln()),
+            _ => bail!("attention_partials: the states of row {row} add up past the range of f32"),
         });
-        Ok((
-            CpuStorage::F32(lse.collect()),
-            Shape::from(&max_l.dims()[1..]),
-        ))
+        let lse = lse.collect::<Result<_>>()?;
+        Ok((CpuStorage::F32(lse), Shape::from(&max_l.dims()[1..])))
     }
 }

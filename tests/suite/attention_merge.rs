@@ -200,9 +200,9 @@ fn states_that_cannot_occur_are_errors() -> Result<()> {
         Ok(merge)
     };
     let values = || vec![1.0, 2.0];
-    insta::assert_snapshot!(refused((0.5, -1.0, values()))?, @"attention_partials: a state has denominator -1, want a finite sum of exponentials");
-    insta::assert_snapshot!(refused((0.5, f32::NAN, values()))?, @"attention_partials: a state has denominator NaN, want a finite sum of exponentials");
-    insta::assert_snapshot!(refused((0.5, f32::INFINITY, values()))?, @"attention_partials: a state has denominator inf, want a finite sum of exponentials");
+    insta::assert_snapshot!(refused((0.5, -1.0, values()))?, @"attention_partials: a state has denominator -1, want 0 or a finite sum of exponentials that is no subnormal");
+    insta::assert_snapshot!(refused((0.5, f32::NAN, values()))?, @"attention_partials: a state has denominator NaN, want 0 or a finite sum of exponentials that is no subnormal");
+    insta::assert_snapshot!(refused((0.5, f32::INFINITY, values()))?, @"attention_partials: a state has denominator inf, want 0 or a finite sum of exponentials that is no subnormal");
     insta::assert_snapshot!(refused((f32::NAN, 1.0, values()))?, @"attention_partials: a state has maximum NaN, want a finite one (empty states use -3.4028235e38)");
     insta::assert_snapshot!(refused((f32::NEG_INFINITY, 0.0, values()))?, @"attention_partials: a state has maximum -inf, want a finite one (empty states use -3.4028235e38)");
     insta::assert_snapshot!(refused((0.5, 0.0, values()))?, @"attention_partials: a state has maximum 0.5 but denominator 0, want at least 1 once a key was seen");

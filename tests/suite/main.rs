@@ -1,6 +1,7 @@
 //! Every integration test, in one binary: linking candle once keeps the suite quick to build.
 
 mod attention_audit;
+mod attention_edges;
 mod attention_faults;
 mod attention_memory;
 mod attention_merge;

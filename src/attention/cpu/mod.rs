@@ -18,7 +18,7 @@ mod x86;
 use std::cell::RefCell;
 use std::ops::Range;
 
-use candle::{CpuStorage, Result};
+use candle::{bail, CpuStorage, Result};
 use rayon::prelude::*;
 
 use body::BlockState;
@@ -63,6 +63,13 @@ thread_local! {
         numerators: Lines::zeros(0),
         work: Work::new(),
     });
+}
+
+/// [`finish_row`] of a row that has seen keys: if they all scored -inf, softmax has no value, and neither has the row.
+fn finish_seen<'a>(states: impl Iterator<Item = (f32, f32, &'a [f32])> + Clone, out: &mut [f32]) {
+    if finish_row(states, out) == 0.0 {
+        out.fill(f32::NAN);
+    }
 }
 
 /// States of tasks: the numerators of task `t` start at `t * slot`.
@@ -134,7 +141,7 @@ impl<'a> Call<'a> {
                 let tasks = unit * partitions..(unit + 1) * partitions;
                 for (row, out) in out.chunks_mut(HEAD_DIM).enumerate() {
                     let states = tasks.clone().map(|task| states.row(task, row));
-                    E::fill(out, |wide| finish_row(states, wide));
+                    E::fill(out, |wide| finish_seen(states, wide));
                 }
             });
         }
@@ -160,18 +167,25 @@ impl<'a> Call<'a> {
                 let (max, denominator) = state_of(&blocks, row);
                 let numerator = &numerators[row * HEAD_DIM..(row + 1) * HEAD_DIM];
                 let state = std::iter::once((max, denominator, numerator));
-                E::fill(out, |wide| finish_row(state, wide));
+                E::fill(out, |wide| finish_seen(state, wide));
             }
         });
     }
 
     /// Maxima, denominators and numerators, each partition-major, one after the other.
-    pub fn partials(&self) -> Vec<f32> {
+    pub fn partials(&self) -> Result<Vec<f32>> {
         let g = self.geometry;
         let rows = g.batch * g.q_heads * g.q_len;
         let count = rows * self.partitions.count();
+        let len = count * (2 + HEAD_DIM);
+        let mut packed = Vec::new();
+        // They are held twice for a moment: by task, and packed.
+        if packed.try_reserve_exact(2 * len).is_err() {
+            bail!("attention_d512: no memory for {count} states of {} bytes each, want fewer partitions", 4 * (2 + HEAD_DIM));
+        }
+        packed.shrink_to(len);
+        packed.resize(len, 0f32);
         let states = self.states(0..self.units(), self.partitions.count());
-        let mut packed = vec![0f32; count * (2 + HEAD_DIM)];
         let (maxima, rest) = packed.split_at_mut(count);
         let (denominators, numerators) = rest.split_at_mut(count);
         maxima
@@ -188,7 +202,7 @@ impl<'a> Call<'a> {
                 (*max, *denominator) = (m, d);
                 numerator.copy_from_slice(n);
             });
-        packed
+        Ok(packed)
     }
 
     /// Runs `f` on each item: on all threads, or on this one where that is quicker.

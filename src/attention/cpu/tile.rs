@@ -195,13 +195,7 @@ pub(super) fn attend(
             }
         }
     }
-    for (row, visible) in tile.visible.iter().enumerate() {
-        let denominator = &mut state[row / BLOCK].denominator[row % BLOCK];
-        // The largest score has weight 1, so only scores that are all -inf can leave 0, and softmax has no value there.
-        if *visible > range.start && !range.is_empty() && *denominator == 0.0 {
-            *denominator = f32::NAN;
-        }
-    }
+    // A row whose scores here are all -inf is left with the empty state, as if it had seen no key: others may still count.
     let order = kernels.order(v.elements());
     numerators
         .as_flattened_mut()
