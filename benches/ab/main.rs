@@ -1,7 +1,8 @@
 //! Interleaved A/B runner: every arm once per round, the order reversed every other round, medians, spread and ratios.
 //!
 //! `cargo bench --bench ab -- --help`. Criterion (`cargo bench --bench attention`) measures one arm after the other, which
-//! a machine that others use too does not allow to compare; this does.
+//! a machine that others use too does not allow to compare; this does. `cargo test --bench ab` measures nothing, but checks the
+//! medians and quartiles.
 
 mod arms;
 mod plot;
@@ -47,7 +48,7 @@ struct Args {
     plot: Option<std::path::PathBuf>,
     #[arg(long, value_delimiter = ',')]
     receipts: Vec<std::path::PathBuf>,
-    /// What cargo bench passes.
+    /// What cargo bench passes, and cargo test does not.
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -61,6 +62,9 @@ fn main() -> Result<()> {
             .map(|path| Receipt::read(path))
             .collect::<Result<_>>()?;
         return plot::draw(&receipts, folder);
+    }
+    if !args.bench {
+        return report::check_statistics();
     }
     let mut receipt = Receipt::new();
     println!("{}", report::HEADER);

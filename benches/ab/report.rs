@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, Result};
+use anyhow::{ensure, Context, Result};
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize)]
@@ -46,13 +46,17 @@ impl Arm {
         }
     }
 
+    /// Between two samples the quantile is interpolated, so the median of an even number is the mean of the middle two.
     fn quantile(&self, at: f64) -> f64 {
         let mut ms = self.ms.clone();
         ms.sort_by(f64::total_cmp);
-        match ms.len() {
-            0 => f64::NAN,
-            n => ms[((n - 1) as f64 * at).round() as usize],
-        }
+        let Some(last) = ms.len().checked_sub(1) else {
+            return f64::NAN;
+        };
+        let place = last as f64 * at;
+        let below = place as usize;
+        let above = (below + 1).min(last);
+        ms[below] + (ms[above] - ms[below]) * (place - below as f64)
     }
 
     pub fn median(&self) -> f64 {
@@ -154,4 +158,39 @@ impl Receipt {
         std::fs::write(path, serde_json::to_string_pretty(self)? + "\n")
             .with_context(|| format!("cannot write {}", path.display()))
     }
+}
+
+/// What `cargo test` runs of this bench: the statistics on samples whose quantiles are known.
+pub fn check_statistics() -> Result<()> {
+    // Samples, their first quartile, median and third quartile.
+    type Known = (&'static [f64], [f64; 3]);
+    let known: [Known; 5] = [
+        (&[7.0], [7.0, 7.0, 7.0]),
+        (&[4.0, 2.0], [2.5, 3.0, 3.5]),
+        (&[5.0, 1.0, 3.0], [2.0, 3.0, 4.0]),
+        (&[8.0, 2.0, 4.0, 1.0], [1.75, 3.0, 5.0]),
+        (&[5.0, 4.0, 3.0, 2.0, 1.0], [2.0, 3.0, 4.0]),
+    ];
+    for (samples, want) in known {
+        let mut arm = Arm::new("known");
+        arm.ms = samples.to_vec();
+        let got = [0.25, 0.5, 0.75].map(|at| arm.quantile(at));
+        ensure!(
+            got == want,
+            "quartiles of {samples:?}: {got:?}, want {want:?}"
+        );
+        ensure!(
+            arm.median() == want[1],
+            "median of {samples:?}: {}",
+            arm.median()
+        );
+        let ends = [arm.quantile(0.0), arm.quantile(1.0)];
+        let least = samples.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = samples.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        ensure!(ends == [least, most], "ends of {samples:?}: {ends:?}");
+    }
+    let none = Arm::new("none").median();
+    ensure!(none.is_nan(), "median of no samples: {none}, want NaN");
+    println!("ab: medians and quartiles are right");
+    Ok(())
 }
