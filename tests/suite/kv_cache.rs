@@ -339,3 +339,39 @@ fn absurd_windows_and_reservations_do_not_panic() {
     held.append(&k, &v).unwrap();
     insta::assert_snapshot!(message(held.truncate(2).unwrap_err()), @"kv cache: can't go back to 2 tokens, 1 are held");
 }
+
+/// Vector loads of f32 rows that start inside a cache line touch two.
+#[test]
+fn f32_rows_on_the_cpu_start_on_a_cache_line() {
+    for kind in [LayerKind::Full, LayerKind::Sliding { window: 300 }] {
+        let mut cache = LayerCache::new(kind);
+        for tokens in [1, 400, 1, 3000, 1] {
+            let at = cache.len();
+            assert_means(
+                &feed(&mut cache.fork().unwrap(), tokens).unwrap(),
+                at,
+                if kind == LayerKind::Full {
+                    usize::MAX
+                } else {
+                    300
+                },
+            );
+            let (k, v) = kv(at..at + tokens);
+            let view = cache.append(&k, &v).unwrap();
+            // A ring that overwrites what its own chunk needs answers with a copy.
+            if tokens == 1 || kind == LayerKind::Full {
+                for rows in [&view.k, &view.v] {
+                    let (storage, layout) = rows.storage_and_layout();
+                    let candle::Storage::Cpu(candle::CpuStorage::F32(values)) = &*storage else {
+                        panic!("not f32")
+                    };
+                    assert_eq!(
+                        values[layout.start_offset()..].as_ptr() as usize % 64,
+                        0,
+                        "{kind:?}, {tokens} tokens"
+                    );
+                }
+            }
+        }
+    }
+}

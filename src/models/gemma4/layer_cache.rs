@@ -6,7 +6,7 @@
 
 use super::config::LayerKind;
 use crate::attention::reference::Visible;
-use candle::{bail, Result, Tensor};
+use candle::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
 
 /// Buffers grow to a multiple of so many rows.
 const GROWTH_ROWS: usize = 256;
@@ -266,7 +266,8 @@ struct Rows {
 impl Rows {
     fn new(like: &Tensor, capacity: usize) -> Result<Self> {
         let (batch, heads, _, dim) = like.dims4()?;
-        let buffer = || Tensor::zeros((batch, heads, capacity, dim), like.dtype(), like.device());
+        let shape = (batch, heads, capacity, dim);
+        let buffer = || zeros_on_a_line(shape, like.dtype(), like.device());
         Ok(Self {
             k: buffer()?,
             v: buffer()?,
@@ -315,4 +316,25 @@ impl Rows {
             visible,
         })
     }
+}
+
+/// Zeros that start on a cache line. candle's own allocations start 16 bytes into one, so that each vector load of f32 rows
+/// on the CPU touches two; half types do not gain (docs/performance.md).
+fn zeros_on_a_line(
+    shape: (usize, usize, usize, usize),
+    dtype: DType,
+    device: &Device,
+) -> Result<Tensor> {
+    const LINE: usize = 64;
+    if !device.is_cpu() || dtype != DType::F32 {
+        return Tensor::zeros(shape, dtype, device);
+    }
+    let elements = Shape::from(shape).elem_count();
+    let slack = LINE / dtype.size_in_bytes() - 1;
+    let buffer = Tensor::zeros(elements + slack, dtype, device)?;
+    let skip = match &*buffer.storage_and_layout().0 {
+        Storage::Cpu(CpuStorage::F32(values)) => values.as_ptr().align_offset(LINE).min(slack),
+        _ => 0,
+    };
+    buffer.narrow(0, skip, elements)?.reshape(shape)
 }
