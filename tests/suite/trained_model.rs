@@ -183,7 +183,7 @@ fn the_secret_is_found_far_outside_the_window() {
 
 /// `cargo test --release -- --ignored --nocapture the_secret_is_found_up_to_16384_tokens`
 #[test]
-#[ignore = "takes about half an hour on two cores"]
+#[ignore = "takes up to an hour on two cores"]
 fn the_secret_is_found_up_to_16384_tokens() {
     let trained = load(DType::F32);
     for length in [512, 1024, 2048, 4096, 8192, 16_384] {
