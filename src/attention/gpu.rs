@@ -126,7 +126,7 @@ pub fn plan(
     let params = params(g, partitions, softmax_scale)?;
     let sizes = Sizes::new(g, partitions)?;
     match route {
-        Route::Fused(tiling) => fused(g, &sizes, &params, entries, tiling),
+        Route::Fused(tiling) => fused(&sizes, &params, entries, tiling),
         Route::Matrix => matrix(g, partitions, &sizes, &params, entries),
         Route::Staged => staged(g, &sizes, &params, entries),
     }
@@ -162,23 +162,9 @@ impl Sizes {
             )?,
         })
     }
-
-    fn partial_buffers(&self) -> Vec<u64> {
-        vec![
-            self.scratch.maxima,
-            self.scratch.denominators,
-            self.scratch.numerators,
-        ]
-    }
 }
 
-fn fused(
-    g: &AttentionGeometry,
-    s: &Sizes,
-    params: &[u8],
-    entries: &Entries,
-    tiling: Tiling,
-) -> Result<Plan> {
+fn fused(s: &Sizes, params: &[u8], entries: &Entries, tiling: Tiling) -> Result<Plan> {
     let Some((_, entry)) = entries.partial.iter().find(|(known, _)| *known == tiling) else {
         bail!("{OP}: no kernel for {tiling:?}, want tiles of 4 or 8 tokens with 1 head, or of 4 with 2");
     };
@@ -202,11 +188,7 @@ fn fused(
             16
         },
     };
-    check_grid(&first)?;
-    Ok(Plan {
-        scratch: s.partial_buffers(),
-        passes: vec![first, merge(g, s, params)?],
-    })
+    then_merge(first, s, params)
 }
 
 fn matrix(
@@ -238,11 +220,7 @@ fn matrix(
         threads: THREADS,
         threadgroup_bytes: 8 * HEAD_DIM as u32 * 4,
     };
-    check_grid(&first)?;
-    Ok(Plan {
-        scratch: s.partial_buffers(),
-        passes: vec![first, merge(g, s, params)?],
-    })
+    then_merge(first, s, params)
 }
 
 fn first_pass_buffers() -> Vec<Binding> {
@@ -251,8 +229,9 @@ fn first_pass_buffers() -> Vec<Binding> {
     inputs.into_iter().chain(partials).collect()
 }
 
-fn merge(_: &AttentionGeometry, s: &Sizes, params: &[u8]) -> Result<Pass> {
-    let pass = Pass {
+/// A first pass that leaves partial states, and the merge of them.
+fn then_merge(first: Pass, s: &Sizes, params: &[u8]) -> Result<Plan> {
+    let merge = Pass {
         source: Source::AttentionD512,
         entry: "attention_d512_merge",
         buffers: vec![
@@ -266,8 +245,13 @@ fn merge(_: &AttentionGeometry, s: &Sizes, params: &[u8]) -> Result<Pass> {
         threads: THREADS,
         threadgroup_bytes: 0,
     };
-    check_grid(&pass)?;
-    Ok(pass)
+    check_grid(&first)?;
+    check_grid(&merge)?;
+    let partials = s.scratch;
+    Ok(Plan {
+        scratch: vec![partials.maxima, partials.denominators, partials.numerators],
+        passes: vec![first, merge],
+    })
 }
 
 /// Dimensions of a value tile, and slices of the sequence, of the staged route.

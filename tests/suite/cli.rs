@@ -182,13 +182,14 @@ fn ab_says_that_both_paths_give_the_same_tokens() {
 
 #[test]
 fn json_goes_to_stdout_alone_or_to_a_file_beside_the_text() {
-    let out = gemma4(&[
+    let story = [
         "--prompt",
         "Once upon a time there was",
         "-n",
         "5",
         "--json",
-    ]);
+    ];
+    let out = gemma4(&story);
     assert!(out.success, "{}", out.stderr);
     let report: serde_json::Value = serde_json::from_str(&out.stdout).unwrap();
     assert_eq!(
@@ -202,14 +203,7 @@ fn json_goes_to_stdout_alone_or_to_a_file_beside_the_text() {
     assert_eq!(report["dtype"], "f32");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("report.json");
-    let out = gemma4(&[
-        "--prompt",
-        "Once upon a time there was",
-        "-n",
-        "5",
-        "--json",
-        file.to_str().unwrap(),
-    ]);
+    let out = gemma4(&[&story[..], &[file.to_str().unwrap()]].concat());
     assert!(out.stdout.starts_with(" a man"));
     let beside: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
     assert_eq!(beside["generated_ids"], report["generated_ids"]);

@@ -131,12 +131,13 @@ impl LayerCache {
             rows.write(at, k, v)?;
             return rows.view(0, end, visible(at, tokens, 0, Some(window)));
         }
-        let oldest = self.oldest.max((at + 1).saturating_sub(window));
+        // What the first of these tokens sees; going back is refused unless all of it is held.
+        let oldest = (at + 1).saturating_sub(window);
         let kept = at - oldest;
         let rows = self.rows_for(k, window, window)?;
         if tokens == 1 {
             rows.write(at % window, k, v)?;
-            self.oldest = self.oldest.max(end - window);
+            self.oldest = end - window;
             return rows.view(0, window, Visible::All);
         }
         // Later tokens of the chunk overwrite slots that earlier ones still need, so attention gets a copy.
@@ -159,7 +160,7 @@ impl LayerCache {
             rows.write(slot, &k.narrow(2, from, count)?, &v.narrow(2, from, count)?)?;
             from += count;
         }
-        self.oldest = self.oldest.max(end - window);
+        self.oldest = end - window;
         Ok(view)
     }
 
