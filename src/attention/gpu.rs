@@ -3,7 +3,7 @@
 use super::geometry::{AttentionGeometry, RowView, HEAD_DIM};
 use super::plan::{Partitions, ScratchBytes};
 use crate::backend::params::{GemAttention, GemRows};
-use crate::backend::plan::{Binding, Pass, Plan, Slot, Source};
+use crate::backend::plan::{Binding, Output, Pass, Plan, Slot, Source};
 use candle::{bail, DType, Result};
 use Binding::{Read, Update, Write};
 
@@ -143,6 +143,7 @@ struct Sizes {
     kv_len: u32,
     element: u32,
     scratch: ScratchBytes,
+    output: Output,
 }
 
 impl Sizes {
@@ -160,6 +161,10 @@ impl Sizes {
                 partitions.count() as u64,
                 HEAD_DIM as u64,
             )?,
+            output: Output {
+                dtype: g.q.dtype,
+                elements: all_rows * HEAD_DIM,
+            },
         })
     }
 }
@@ -238,7 +243,7 @@ fn then_merge(first: Pass, s: &Sizes, params: &[u8]) -> Result<Plan> {
             Read(Slot::Scratch(0)),
             Read(Slot::Scratch(1)),
             Read(Slot::Scratch(2)),
-            Write(Slot::Output),
+            Write(Slot::Output(0)),
         ],
         params: params.to_vec(),
         threadgroups: [s.all_rows, 1, 1],
@@ -249,6 +254,7 @@ fn then_merge(first: Pass, s: &Sizes, params: &[u8]) -> Result<Plan> {
     check_grid(&merge)?;
     let partials = s.scratch;
     Ok(Plan {
+        outputs: vec![s.output],
         scratch: vec![partials.maxima, partials.denominators, partials.numerators],
         passes: vec![first, merge],
     })
@@ -308,7 +314,7 @@ fn staged(g: &AttentionGeometry, s: &Sizes, params: &[u8], entries: &Entries) ->
         ),
         pass(
             "attention_staged_reduce",
-            vec![Read(sums), Write(Slot::Output)],
+            vec![Read(sums), Write(Slot::Output(0))],
             [s.all_rows, 1, 1],
             0,
         ),
@@ -320,7 +326,11 @@ fn staged(g: &AttentionGeometry, s: &Sizes, params: &[u8], entries: &Entries) ->
         bytes([rows, g.kv_len, 1])?,
         bytes([rows, VALUE_PARTITIONS as usize, HEAD_DIM])?,
     ];
-    Ok(Plan { scratch, passes })
+    Ok(Plan {
+        outputs: vec![s.output],
+        scratch,
+        passes,
+    })
 }
 
 /// Metal and CUDA take at most 2^31 - 1 threadgroups in x, 65,535 in y and z.

@@ -304,8 +304,7 @@ impl CustomOp3 for Op {
             self.settings.softmax_scale,
             self.settings.route,
         )?;
-        let out =
-            crate::backend::metal::run(&plan, &[q, k, v], q_l.shape().elem_count(), q.dtype())?;
+        let out = crate::backend::metal::run_one(&plan, &[q, k, v])?;
         Ok((out, q_l.shape().clone()))
     }
 }

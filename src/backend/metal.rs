@@ -1,6 +1,6 @@
 //! Runs any [`Plan`] on Metal; the only file that names it.
 
-use super::plan::{Binding, Pass, Plan, Slot, Source, GEM_H};
+use super::plan::{Binding, Output, Pass, Plan, Slot, Source, GEM_H};
 use candle::backend::BackendStorage;
 use candle::{bail, DType, MetalDevice, MetalError, MetalStorage, Result};
 use candle_metal_kernels::metal::{Buffer, ComputePipeline, Library};
@@ -14,17 +14,12 @@ use std::sync::{Arc, Mutex, OnceLock};
 /// Every kernel is written for SIMD groups of 32.
 const SIMD_WIDTH: usize = 32;
 
-/// Encodes the passes of `plan` on the device of its inputs; the result has `elements` elements of `dtype`.
+/// Encodes the passes of `plan` on the device of its inputs and returns its outputs.
 ///
 /// # Errors
 ///
 /// A kernel that does not compile, or a pipeline that this device can't launch as planned; nothing is encoded then.
-pub fn run(
-    plan: &Plan,
-    inputs: &[&MetalStorage],
-    elements: usize,
-    dtype: DType,
-) -> Result<MetalStorage> {
+pub fn run(plan: &Plan, inputs: &[&MetalStorage]) -> Result<Vec<MetalStorage>> {
     let Some(first) = inputs.first() else {
         bail!("metal: a plan without inputs has no device")
     };
@@ -40,34 +35,33 @@ pub fn run(
         .iter()
         .map(|&bytes| scratch_buffer(device, bytes))
         .collect::<Result<Vec<_>>>()?;
-    let output = device
-        .new_buffer_builder()
-        .with_size_for(elements, dtype)
-        .with_label("gem_output")
-        .build()?;
+    let outputs = plan
+        .outputs
+        .iter()
+        .map(|output| {
+            device
+                .new_buffer_builder()
+                .with_size_for(output.elements, output.dtype)
+                .with_label("gem_output")
+                .build()
+        })
+        .collect::<Result<Vec<_>>>()?;
     let guard = device.command_encoder()?;
     let encoder = guard.as_ref();
     for (pass, pipeline) in plan.passes.iter().zip(&pipelines) {
         encoder.set_compute_pipeline_state(pipeline);
         for (index, binding) in pass.buffers.iter().enumerate() {
-            let buffer: &Buffer = match binding.slot() {
-                Slot::Input(input) => match inputs.get(input) {
-                    Some(storage) => storage.buffer(),
-                    None => bail!(
-                        "metal: {} binds input {input} of {}",
-                        pass.entry,
-                        inputs.len()
-                    ),
-                },
-                Slot::Output => &output,
-                Slot::Scratch(slot) => match scratch.get(slot) {
-                    Some(buffer) => buffer,
-                    None => bail!(
-                        "metal: {} binds scratch {slot} of {}",
-                        pass.entry,
-                        scratch.len()
-                    ),
-                },
+            let held: Option<&Buffer> = match binding.slot() {
+                Slot::Input(index) => inputs.get(index).map(|storage| storage.buffer()),
+                Slot::Output(index) => outputs.get(index).map(|buffer| &**buffer),
+                Slot::Scratch(index) => scratch.get(index).map(|buffer| &**buffer),
+            };
+            let Some(buffer) = held else {
+                bail!(
+                    "metal: {} binds {:?}, which the plan lacks",
+                    pass.entry,
+                    binding.slot()
+                )
             };
             // Encoders are concurrent and buffers untracked: what a pass writes must be bound as written, or the next
             // pass does not wait for it.
@@ -88,7 +82,22 @@ pub fn run(
         }
         encoder.dispatch_thread_groups(size(pass.threadgroups), size([pass.threads, 1, 1]));
     }
-    Ok(MetalStorage::new(output, device.clone(), elements, dtype))
+    let storage = |(buffer, output): (Arc<Buffer>, &Output)| {
+        MetalStorage::new(buffer, device.clone(), output.elements, output.dtype)
+    };
+    Ok(outputs
+        .into_iter()
+        .zip(&plan.outputs)
+        .map(storage)
+        .collect())
+}
+
+/// [`run`] of a plan with one output.
+pub fn run_one(plan: &Plan, inputs: &[&MetalStorage]) -> Result<MetalStorage> {
+    match <[MetalStorage; 1]>::try_from(run(plan, inputs)?) {
+        Ok([output]) => Ok(output),
+        Err(outputs) => bail!("metal: a plan has {} outputs, want one", outputs.len()),
+    }
 }
 
 /// What a pipeline of a plan takes, read from the pipeline itself.

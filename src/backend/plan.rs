@@ -1,12 +1,25 @@
 //! What a GPU is asked to do, as plain data: an executor encodes it, a test prints it, the harness of the tests runs it.
 
+use candle::DType;
+
 /// One or more kernel launches in order, with the scratch that they share.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
+    /// What comes out. Not zeroed either: the passes write every element.
+    pub outputs: Vec<Output>,
     /// Bytes of each scratch buffer. Not zeroed: the passes write every element that they read.
     pub scratch: Vec<u64>,
     /// In order; a later pass sees what an earlier one wrote.
     pub passes: Vec<Pass>,
+}
+
+/// A result, contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Output {
+    /// Element type.
+    pub dtype: DType,
+    /// How many.
+    pub elements: usize,
 }
 
 /// One launch of one kernel.
@@ -54,8 +67,8 @@ impl Binding {
 pub enum Slot {
     /// A tensor given to the op, by argument; whole storage, the parameters hold its offsets.
     Input(usize),
-    /// The result.
-    Output,
+    /// A result of the plan.
+    Output(usize),
     /// A scratch buffer of the plan.
     Scratch(usize),
 }
