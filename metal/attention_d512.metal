@@ -1,4 +1,5 @@
-// attention_d512: softmax(q k^T * softmax_scale) v for one pass over the cache, and the merge of its partial states.
+// attention_d512: softmax(q k^T * softmax_scale) v in one pass over the cache: its first pass. The partial states
+// that it leaves go to attention_states.metal.
 //
 // Ownership. A threadgroup owns one (batch, KV head, partition) and a block of its query rows. A query row is one query
 // head of one query position, numbered position first, head second: row r is head r % group at position r / group. Each SIMD
@@ -192,36 +193,3 @@ template <typename T, uint TILE, uint HEADS, bool STAGE>
 GEM_PARTIALS(float, f32)
 GEM_PARTIALS(half, f16)
 GEM_PARTIALS(bfloat, bf16)
-
-// Second pass: merges the partitions of each row in ascending order and divides. Grid (query rows), 256 threads, each owning
-// two dimensions; no threadgroup memory, any number of partitions.
-[[kernel]] void attention_d512_merge(
-    device const float *maxima [[buffer(0)]],
-    device const float *denominators [[buffer(1)]],
-    device const float *numerators [[buffer(2)]],
-    device uchar *out [[buffer(3)]],
-    constant GemAttention &p [[buffer(4)]],
-    uint row [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]],
-    uint threads [[threads_per_threadgroup]])
-{
-    const ulong rows = gem_rows(p);
-    float max_score = GEM_NO_MAX;
-    for (uint i = 0; i < p.partitions; i++) {
-        max_score = max(max_score, maxima[i * rows + row]);
-    }
-    for (uint dim = thread_index; dim < GEM_DIM; dim += threads) {
-        float numerator = 0;
-        float denominator = 0;
-        for (uint i = 0; i < p.partitions; i++) {
-            const ulong at = i * rows + row;
-            // The numerator of an empty state is not even read.
-            if (denominators[at] != 0) {
-                const float weight = exp(maxima[at] - max_score);
-                denominator += denominators[at] * weight;
-                numerator += numerators[at * GEM_DIM + dim] * weight;
-            }
-        }
-        gem_store(out, p.out_type, ulong(row) * GEM_DIM + dim, denominator == 0 ? 0 : numerator / denominator);
-    }
-}

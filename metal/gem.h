@@ -16,6 +16,9 @@
 // The maximum of a state that has seen no key. Finite: under fast math nothing is promised about infinities.
 #define GEM_NO_MAX (-3.402823466e+38f)
 
+// The least sum of exponentials that a state can have: the least normal f32.
+#define GEM_LEAST_SUM 1.175494351e-38f
+
 // Where the rows of a tensor (batch, heads, rows, GEM_DIM) lie, in elements.
 struct GemRows {
     ulong start;
@@ -40,6 +43,19 @@ struct GemAttention {
     uint q_type;
     uint out_type;
     float softmax_scale;
+};
+
+// Partial states; starts in elements.
+struct GemStates {
+    ulong max_start;
+    ulong denominator_start;
+    ulong numerator_start;
+    uint rows;
+    uint partitions;
+    uint dim;
+    uint out_type;
+    uint given;           // by a caller: may be anything, may have seen no key; else left by a first pass
+    uint padding;
 };
 
 // What every kernel does with rows. A type by number is resolved where a row is loaded or stored, once a row: not worth

@@ -200,6 +200,10 @@ impl AttentionD512 {
     }
 }
 
+#[cfg(feature = "metal")]
+type PlanFn =
+    fn(&AttentionGeometry, &Partitions, f32, gpu::Route) -> Result<crate::backend::plan::Plan>;
+
 enum Resulting {
     Attention,
     Partials,
@@ -288,24 +292,26 @@ impl CustomOp3 for Op {
         v_l: &Layout,
     ) -> Result<(MetalStorage, Shape)> {
         use candle::backend::BackendStorage;
-        if let Resulting::Partials = self.result {
-            bail!(
-                "{NAME}: partial states are made on the CPU only, q, k and v are on a Metal device"
-            );
-        }
         let inputs = [(q_l, q.dtype()), (k_l, k.dtype()), (v_l, v.dtype())];
         let [q_in, k_in, v_in] = inputs;
         let geometry =
             AttentionGeometry::from_layouts(NAME, q_in, k_in, v_in, self.settings.causal)?;
         let partitions = self.settings.plan(&geometry)?;
-        let plan = gpu::plan(
+        let (plan, shape): (PlanFn, _) = match self.result {
+            Resulting::Attention => (gpu::plan, q_l.shape().clone()),
+            Resulting::Partials => {
+                let states =
+                    partitions.count() * geometry.batch * geometry.q_heads * geometry.q_len;
+                (gpu::plan_states, Shape::from(states * (2 + HEAD_DIM)))
+            }
+        };
+        let plan = plan(
             &geometry,
             &partitions,
             self.settings.softmax_scale,
             self.settings.route,
         )?;
-        let out = crate::backend::metal::run_one(&plan, &[q, k, v])?;
-        Ok((out, q_l.shape().clone()))
+        Ok((crate::backend::metal::run_one(&plan, &[q, k, v])?, shape))
     }
 }
 

@@ -1,6 +1,7 @@
 //! The parameter structs of `metal/gem.h`, field for field: the header says what each is.
 #![allow(missing_docs)]
 
+use candle::DType;
 use std::mem::{offset_of, size_of};
 
 /// `GemRows`: where the rows of a tensor lie, in elements.
@@ -34,7 +35,25 @@ pub struct GemAttention {
     pub softmax_scale: f32,
 }
 
+/// `GemStates`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GemStates {
+    pub max_start: u64,
+    pub denominator_start: u64,
+    pub numerator_start: u64,
+    pub rows: u32,
+    pub partitions: u32,
+    pub dim: u32,
+    pub out_type: u32,
+    pub given: u32,
+    pub padding: u32,
+}
+
 const _: () = {
+    assert!(size_of::<GemStates>() == 48);
+    assert!(offset_of!(GemStates, rows) == 24);
+    assert!(offset_of!(GemStates, padding) == 44);
     assert!(size_of::<GemRows>() == 32);
     assert!(size_of::<GemAttention>() == 144);
     assert!(offset_of!(GemAttention, k) == 32);
@@ -42,6 +61,15 @@ const _: () = {
     assert!(offset_of!(GemAttention, batch) == 96);
     assert!(offset_of!(GemAttention, softmax_scale) == 140);
 };
+
+/// The number of an element type in `gem.h`.
+pub fn type_number(dtype: DType) -> u32 {
+    match dtype {
+        DType::F16 => 1,
+        DType::BF16 => 2,
+        _ => 0,
+    }
+}
 
 impl GemAttention {
     /// The bytes as the kernels read them.
@@ -69,5 +97,23 @@ impl GemAttention {
         ];
         bytes.extend(narrow.iter().flat_map(|x| x.to_ne_bytes()));
         bytes
+    }
+}
+
+impl GemStates {
+    /// The bytes as the kernels read them.
+    pub fn bytes(&self) -> Vec<u8> {
+        let wide = [self.max_start, self.denominator_start, self.numerator_start];
+        let narrow = [
+            self.rows,
+            self.partitions,
+            self.dim,
+            self.out_type,
+            self.given,
+            self.padding,
+        ];
+        let wide = wide.iter().flat_map(|x| x.to_ne_bytes());
+        wide.chain(narrow.iter().flat_map(|x| x.to_ne_bytes()))
+            .collect()
     }
 }

@@ -76,8 +76,10 @@ pub enum Slot {
 /// A file of `metal/`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Source {
-    /// The fused kernels and the merge.
+    /// The fused first pass.
     AttentionD512,
+    /// What is done with partial states.
+    AttentionStates,
     /// The first pass on the matrix units.
     AttentionMatrix,
     /// The unfused baseline.
@@ -89,8 +91,9 @@ pub const GEM_H: &str = include_str!("../../metal/gem.h");
 
 impl Source {
     /// Every file but the header.
-    pub const ALL: [Self; 3] = [
+    pub const ALL: [Self; 4] = [
         Self::AttentionD512,
+        Self::AttentionStates,
         Self::AttentionMatrix,
         Self::AttentionStaged,
     ];
@@ -99,6 +102,7 @@ impl Source {
     pub fn file(self) -> &'static str {
         match self {
             Self::AttentionD512 => "attention_d512.metal",
+            Self::AttentionStates => "attention_states.metal",
             Self::AttentionMatrix => "attention_matrix.metal",
             Self::AttentionStaged => "attention_staged.metal",
         }
@@ -108,6 +112,7 @@ impl Source {
     pub fn text(self) -> &'static str {
         match self {
             Self::AttentionD512 => include_str!("../../metal/attention_d512.metal"),
+            Self::AttentionStates => include_str!("../../metal/attention_states.metal"),
             Self::AttentionMatrix => include_str!("../../metal/attention_matrix.metal"),
             Self::AttentionStaged => include_str!("../../metal/attention_staged.metal"),
         }

@@ -23,6 +23,7 @@ mod generation;
 mod kv_cache;
 mod metal_attention;
 mod metal_controls;
+mod metal_states;
 mod metal_support;
 mod metal_traffic;
 mod model;

@@ -1,10 +1,13 @@
 //! Which kernels a GPU runs for a geometry, on which grid, with which scratch: the only place that knows.
 
+pub mod states;
+
 use super::geometry::{AttentionGeometry, RowView, HEAD_DIM};
-use super::plan::{Partitions, ScratchBytes};
-use crate::backend::params::{GemAttention, GemRows};
+use super::plan::Partitions;
+use crate::backend::params::{type_number, GemAttention, GemRows};
 use crate::backend::plan::{Binding, Output, Pass, Plan, Slot, Source};
 use candle::{bail, DType, Result};
+use states::{with_states, After, StateSizes};
 use Binding::{Read, Update, Write};
 
 const LANES: u32 = 32;
@@ -111,6 +114,36 @@ pub fn plan(
     softmax_scale: f32,
     route: Route,
 ) -> Result<Plan> {
+    plan_then(
+        g,
+        partitions,
+        softmax_scale,
+        route,
+        After::Finish(g.q.dtype),
+    )
+}
+
+/// As [`plan`], up to the states of every partition: maxima, denominators, numerators, packed into one output.
+///
+/// # Errors
+///
+/// As [`plan`], and for the staged route, which has no states.
+pub fn plan_states(
+    g: &AttentionGeometry,
+    partitions: &Partitions,
+    softmax_scale: f32,
+    route: Route,
+) -> Result<Plan> {
+    plan_then(g, partitions, softmax_scale, route, After::Pack)
+}
+
+fn plan_then(
+    g: &AttentionGeometry,
+    partitions: &Partitions,
+    softmax_scale: f32,
+    route: Route,
+    after: After,
+) -> Result<Plan> {
     if g.k.dtype != g.v.dtype {
         bail!(
             "{OP}: k is {:?} and v {:?}, want one dtype for both on a GPU",
@@ -125,11 +158,15 @@ pub fn plan(
     };
     let params = params(g, partitions, softmax_scale)?;
     let sizes = Sizes::new(g, partitions)?;
-    match route {
-        Route::Fused(tiling) => fused(&sizes, &params, entries, tiling),
-        Route::Matrix => matrix(g, partitions, &sizes, &params, entries),
-        Route::Staged => staged(g, &sizes, &params, entries),
-    }
+    let first = match (route, after) {
+        (Route::Fused(tiling), _) => fused(&sizes, params, entries, tiling)?,
+        (Route::Matrix, _) => matrix(g, partitions, &sizes, params, entries)?,
+        (Route::Staged, After::Finish(_)) => return staged(g, &sizes, &params, entries),
+        (Route::Staged, After::Pack) => {
+            bail!("{OP}: the staged route leaves no partial states, want the fused or the matrix route")
+        }
+    };
+    with_states(first, sizes.states, after)
 }
 
 /// Numbers of a grid, known to fit.
@@ -142,8 +179,7 @@ struct Sizes {
     all_rows: u32,
     kv_len: u32,
     element: u32,
-    scratch: ScratchBytes,
-    output: Output,
+    states: StateSizes,
 }
 
 impl Sizes {
@@ -156,30 +192,26 @@ impl Sizes {
             all_rows: narrow("batch * q_heads * q_len", all_rows)?,
             kv_len: narrow("kv_len", g.kv_len)?,
             element: g.k.dtype.size_in_bytes() as u32,
-            scratch: ScratchBytes::new(
-                all_rows as u64,
-                partitions.count() as u64,
-                HEAD_DIM as u64,
-            )?,
-            output: Output {
-                dtype: g.q.dtype,
-                elements: all_rows * HEAD_DIM,
+            states: StateSizes {
+                rows: all_rows,
+                partitions: partitions.count(),
+                dim: HEAD_DIM,
             },
         })
     }
 }
 
-fn fused(s: &Sizes, params: &[u8], entries: &Entries, tiling: Tiling) -> Result<Plan> {
+fn fused(s: &Sizes, params: Vec<u8>, entries: &Entries, tiling: Tiling) -> Result<Pass> {
     let Some((_, entry)) = entries.partial.iter().find(|(known, _)| *known == tiling) else {
         bail!("{OP}: no kernel for {tiling:?}, want tiles of 4 or 8 tokens with 1 head, or of 4 with 2");
     };
     // A SIMD group that owns no row would only help to load, so there are no more of them than rows.
     let simd_groups = s.rows.div_ceil(tiling.heads).min(SIMD_GROUPS as u32);
-    let first = Pass {
+    Ok(Pass {
         source: Source::AttentionD512,
         entry,
         buffers: first_pass_buffers(),
-        params: params.to_vec(),
+        params,
         threadgroups: [
             s.partitions,
             s.batch_heads,
@@ -192,17 +224,16 @@ fn fused(s: &Sizes, params: &[u8], entries: &Entries, tiling: Tiling) -> Result<
             // Unused, but a kernel's argument must be bound.
             16
         },
-    };
-    then_merge(first, s, params)
+    })
 }
 
 fn matrix(
     g: &AttentionGeometry,
     partitions: &Partitions,
     s: &Sizes,
-    params: &[u8],
+    params: Vec<u8>,
     entries: &Entries,
-) -> Result<Plan> {
+) -> Result<Pass> {
     if g.causal && g.q_len > 1 {
         bail!(
             "{OP}: the matrix route is for query rows that see every key, got {} causal rows",
@@ -216,48 +247,21 @@ fn matrix(
             g.kv_len
         );
     }
-    let first = Pass {
+    Ok(Pass {
         source: Source::AttentionMatrix,
         entry: entries.matrix,
         buffers: first_pass_buffers(),
-        params: params.to_vec(),
+        params,
         threadgroups: [s.partitions, s.batch_heads, s.rows.div_ceil(8)],
         threads: THREADS,
         threadgroup_bytes: 8 * HEAD_DIM as u32 * 4,
-    };
-    then_merge(first, s, params)
+    })
 }
 
 fn first_pass_buffers() -> Vec<Binding> {
     let inputs = [0, 1, 2].map(|input| Read(Slot::Input(input)));
     let partials = [0, 1, 2].map(|scratch| Write(Slot::Scratch(scratch)));
     inputs.into_iter().chain(partials).collect()
-}
-
-/// A first pass that leaves partial states, and the merge of them.
-fn then_merge(first: Pass, s: &Sizes, params: &[u8]) -> Result<Plan> {
-    let merge = Pass {
-        source: Source::AttentionD512,
-        entry: "attention_d512_merge",
-        buffers: vec![
-            Read(Slot::Scratch(0)),
-            Read(Slot::Scratch(1)),
-            Read(Slot::Scratch(2)),
-            Write(Slot::Output(0)),
-        ],
-        params: params.to_vec(),
-        threadgroups: [s.all_rows, 1, 1],
-        threads: THREADS,
-        threadgroup_bytes: 0,
-    };
-    check_grid(&first)?;
-    check_grid(&merge)?;
-    let partials = s.scratch;
-    Ok(Plan {
-        outputs: vec![s.output],
-        scratch: vec![partials.maxima, partials.denominators, partials.numerators],
-        passes: vec![first, merge],
-    })
 }
 
 /// Dimensions of a value tile, and slices of the sequence, of the staged route.
@@ -327,7 +331,10 @@ fn staged(g: &AttentionGeometry, s: &Sizes, params: &[u8], entries: &Entries) ->
         bytes([rows, VALUE_PARTITIONS as usize, HEAD_DIM])?,
     ];
     Ok(Plan {
-        outputs: vec![s.output],
+        outputs: vec![Output {
+            dtype: g.q.dtype,
+            elements: s.states.rows * HEAD_DIM,
+        }],
         scratch,
         passes,
     })
@@ -364,11 +371,6 @@ fn params(g: &AttentionGeometry, partitions: &Partitions, softmax_scale: f32) ->
         batch_stride: view.batch_stride,
         head_stride: view.head_stride,
         row_stride: view.row_stride,
-    };
-    let type_number = |dtype: DType| match dtype {
-        DType::F16 => 1,
-        DType::BF16 => 2,
-        _ => 0,
     };
     let params = GemAttention {
         q: rows(&g.q),

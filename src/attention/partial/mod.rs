@@ -4,11 +4,10 @@
 //! inputs are: with scores `x_t`, `max = max x_t`, `denominator = sum exp(x_t - max)`,
 //! `numerator = sum exp(x_t - max) v_t`. States over disjoint keys merge into the state over their union.
 
-use candle::{bail, CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor};
-use half::{bf16, f16};
-use rayon::prelude::*;
+mod ops;
 
-use super::store::Stored;
+use candle::{bail, CustomOp3, DType, Result, Tensor};
+use ops::{FinishStates, LogSumExp, MergeStates};
 
 /// The maximum of a state that has seen no key: finite, so that `exp(max - max)` is 1 and never NaN.
 pub const EMPTY_MAX: f32 = f32::MIN;
@@ -113,7 +112,8 @@ impl AttentionPartials {
     /// One state per row over the keys of all partitions of all `parts`, which must be disjoint sets of keys.
     ///
     /// The order is fixed (parts as given, partitions ascending), so results repeat bit for bit. A state that cannot
-    /// occur is an error: a NaN or negative denominator, a denominator of 0 under a maximum, a denominator without one.
+    /// occur is an error on the CPU: a NaN or negative denominator, a denominator of 0 under a maximum, a denominator
+    /// without one. A GPU would have to be waited for to say so: there the row becomes NaN, here and in the other two.
     pub fn merge(parts: &[Self]) -> Result<Self> {
         let Some(first) = parts.first() else {
             bail!("attention_partials: got no parts to merge, want at least one");
@@ -216,142 +216,6 @@ fn check_state(max: f32, denominator: f32, numerator: &[f32]) -> Result<()> {
     Ok(())
 }
 
-/// The three tensors as slices, states checked.
-struct States<'a> {
-    max: &'a [f32],
-    denominator: &'a [f32],
-    numerator: &'a [f32],
-    rows: usize,
-    dim: usize,
-}
-
-impl<'a> States<'a> {
-    fn new(
-        (max, max_l): (&'a CpuStorage, &Layout),
-        (denominator, den_l): (&'a CpuStorage, &Layout),
-        numerator: Option<(&'a CpuStorage, &Layout)>,
-    ) -> Result<Self> {
-        let rows = max_l.dims()[1..].iter().product();
-        let states = Self {
-            max: contiguous(max, max_l)?,
-            denominator: contiguous(denominator, den_l)?,
-            numerator: match numerator {
-                Some((s, l)) => contiguous(s, l)?,
-                None => &[],
-            },
-            rows,
-            dim: numerator.map_or(0, |(_, l)| l.dims()[4]),
-        };
-        for (i, (max, denominator)) in states.max.iter().zip(states.denominator).enumerate() {
-            let numerator = &states.numerator[i * states.dim..(i + 1) * states.dim];
-            check_state(*max, *denominator, numerator)?;
-        }
-        Ok(states)
-    }
-
-    fn row(&self, row: usize) -> impl Iterator<Item = (f32, f32, &'a [f32])> + Clone + '_ {
-        (row..self.max.len()).step_by(self.rows).map(|i| {
-            let numerator = &self.numerator[i * self.dim..(i + 1) * self.dim];
-            (self.max[i], self.denominator[i], numerator)
-        })
-    }
-}
-
-fn contiguous<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
-    let slice = storage.as_slice::<f32>()?;
-    match layout.contiguous_offsets() {
-        Some((start, end)) => Ok(&slice[start..end]),
-        None => bail!(
-            "attention_partials: want contiguous states, got strides {:?}",
-            layout.stride()
-        ),
-    }
-}
-
-struct MergeStates;
-
-impl CustomOp3 for MergeStates {
-    fn name(&self) -> &'static str {
-        "attention_partials_merge"
-    }
-
-    fn cpu_fwd(
-        &self,
-        max: &CpuStorage,
-        max_l: &Layout,
-        denominator: &CpuStorage,
-        den_l: &Layout,
-        numerator: &CpuStorage,
-        num_l: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let states = States::new((max, max_l), (denominator, den_l), Some((numerator, num_l)))?;
-        let rows = states.rows;
-        let mut packed = vec![0f32; rows * (2 + states.dim)];
-        let (maxima, rest) = packed.split_at_mut(rows);
-        let (denominators, numerators) = rest.split_at_mut(rows);
-        maxima
-            .par_iter_mut()
-            .zip(denominators)
-            .zip(numerators.par_chunks_mut(states.dim))
-            .enumerate()
-            .try_for_each(|(row, ((max, denominator), out))| {
-                (*max, *denominator) = merge_row(states.row(row), out);
-                // Sums of states in range can leave it.
-                check_state(*max, *denominator, out)
-            })?;
-        let len = packed.len();
-        Ok((CpuStorage::F32(packed), Shape::from(len)))
-    }
-}
-
-struct FinishStates {
-    dtype: DType,
-}
-
-impl CustomOp3 for FinishStates {
-    fn name(&self) -> &'static str {
-        "attention_partials_finish"
-    }
-
-    fn cpu_fwd(
-        &self,
-        max: &CpuStorage,
-        max_l: &Layout,
-        denominator: &CpuStorage,
-        den_l: &Layout,
-        numerator: &CpuStorage,
-        num_l: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let states = States::new((max, max_l), (denominator, den_l), Some((numerator, num_l)))?;
-        let storage = match self.dtype {
-            DType::F16 => finish_all::<f16>(&states)?,
-            DType::BF16 => finish_all::<bf16>(&states)?,
-            _ => finish_all::<f32>(&states)?,
-        };
-        Ok((storage, Shape::from(&num_l.dims()[1..])))
-    }
-}
-
-fn finish_all<E: Stored>(states: &States) -> Result<CpuStorage> {
-    let mut out = vec![E::ZERO; states.rows * states.dim];
-    out.par_chunks_mut(states.dim)
-        .enumerate()
-        .try_for_each(|(row, out)| {
-            let mut finite = true;
-            E::fill(out, |wide| {
-                let denominator = finish_row(states.row(row), wide);
-                finite = denominator.is_finite() && wide.iter().all(|x| x.is_finite());
-            });
-            match finite {
-                true => Ok(()),
-                false => bail!(
-                    "attention_partials: the states of row {row} add up past the range of f32"
-                ),
-            }
-        })?;
-    Ok(E::into_storage(out))
-}
-
 /// The normalised row of its states, and their denominator; 0 both if all are empty.
 pub(super) fn finish_row<'a>(
     states: impl Iterator<Item = (f32, f32, &'a [f32])> + Clone,
@@ -379,29 +243,4 @@ pub(super) fn finish_row<'a>(
         None => out.iter_mut().for_each(|o| *o *= reciprocal),
     }
     denominator
-}
-
-struct LogSumExp;
-
-impl CustomOp2 for LogSumExp {
-    fn name(&self) -> &'static str {
-        "attention_partials_log_sum_exp"
-    }
-
-    fn cpu_fwd(
-        &self,
-        max: &CpuStorage,
-        max_l: &Layout,
-        denominator: &CpuStorage,
-        den_l: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let states = States::new((max, max_l), (denominator, den_l), None)?;
-        let lse = (0..states.rows).map(|row| match merge_row(states.row(row), &mut []) {
-            (_, 0.0) => Ok(f32::NEG_INFINITY),
-            (max, denominator) if denominator.is_finite() => Ok(max + denominator.ln()),
-            _ => bail!("attention_partials: the states of row {row} add up past the range of f32"),
-        });
-        let lse = lse.collect::<Result<_>>()?;
-        Ok((CpuStorage::F32(lse), Shape::from(&max_l.dims()[1..])))
-    }
 }

@@ -1,0 +1,165 @@
+//! Plans for partial states: what a first pass ends with, and the ops on states that a caller has.
+
+use super::{check_grid, narrow, OP, THREADS};
+use crate::attention::plan::ScratchBytes;
+use crate::backend::params::{type_number, GemStates};
+use crate::backend::plan::{Binding, Output, Pass, Plan, Slot, Source};
+use candle::{bail, DType, Result};
+use Binding::{Read, Write};
+
+/// How many states, of which size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StateSizes {
+    /// Query rows: batch x heads x query length.
+    pub rows: usize,
+    /// States of each row.
+    pub partitions: usize,
+    /// Elements of a numerator.
+    pub dim: usize,
+}
+
+impl StateSizes {
+    fn params(&self, starts: [u64; 3], out: DType, given: bool) -> Result<GemStates> {
+        let [max_start, denominator_start, numerator_start] = starts;
+        Ok(GemStates {
+            max_start,
+            denominator_start,
+            numerator_start,
+            rows: narrow("batch * q_heads * q_len", self.rows)?,
+            partitions: narrow("partitions", self.partitions)?,
+            dim: narrow("dim", self.dim)?,
+            out_type: type_number(out),
+            given: given as u32,
+            padding: 0,
+        })
+    }
+
+    /// f32 elements of one state a row, or of all states, packed into one buffer.
+    fn packed(&self, partitions: usize) -> Result<usize> {
+        let elements = self
+            .rows
+            .checked_mul(partitions)
+            .and_then(|states| states.checked_mul(2 + self.dim));
+        match elements {
+            Some(elements) => Ok(elements),
+            None => bail!(
+                "{OP}: states of {} rows of {} in {partitions} partitions pass 64 bits",
+                self.rows,
+                self.dim
+            ),
+        }
+    }
+}
+
+/// What becomes of the states that a first pass leaves in scratch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum After {
+    /// They are merged and divided: attention, in this dtype.
+    Finish(DType),
+    /// They are the result.
+    Pack,
+}
+
+/// A first pass that leaves states in three scratch buffers, and what comes after it.
+pub(super) fn with_states(first: Pass, sizes: StateSizes, after: After) -> Result<Plan> {
+    let out = match after {
+        After::Finish(dtype) => dtype,
+        After::Pack => DType::F32,
+    };
+    let params = sizes.params([0; 3], out, false)?;
+    let states = [0, 1, 2].map(|slot| Read(Slot::Scratch(slot)));
+    let (entry, elements, groups) = match after {
+        After::Finish(_) => (
+            "attention_states_finish",
+            sizes.rows * sizes.dim,
+            sizes.rows,
+        ),
+        After::Pack => (
+            "attention_states_pack",
+            sizes.packed(sizes.partitions)?,
+            sizes.rows * sizes.partitions,
+        ),
+    };
+    let last = pass(entry, &states, &params, narrow("states", groups)?)?;
+    check_grid(&first)?;
+    let scratch = ScratchBytes::new(sizes.rows as u64, sizes.partitions as u64, sizes.dim as u64)?;
+    Ok(Plan {
+        outputs: vec![Output {
+            dtype: out,
+            elements,
+        }],
+        scratch: vec![scratch.maxima, scratch.denominators, scratch.numerators],
+        passes: vec![first, last],
+    })
+}
+
+/// Numerator over denominator of the states in inputs 0 to 2 (maxima, denominators, numerators), which start at `starts`.
+pub fn finish(sizes: StateSizes, starts: [u64; 3], out: DType) -> Result<Plan> {
+    let params = sizes.params(starts, out, true)?;
+    let output = Output {
+        dtype: out,
+        elements: sizes.rows * sizes.dim,
+    };
+    on_given("attention_states_finish", 3, &params, params.rows, output)
+}
+
+/// One state a row, packed as maxima, denominators, numerators. Inputs as [`finish`].
+pub fn merge(sizes: StateSizes, starts: [u64; 3]) -> Result<Plan> {
+    let params = sizes.params(starts, DType::F32, true)?;
+    let output = Output {
+        dtype: DType::F32,
+        elements: sizes.packed(1)?,
+    };
+    on_given("attention_states_merge", 3, &params, params.rows, output)
+}
+
+/// The logarithm of the sum of `exp(score)` of each row, from maxima and denominators.
+pub fn log_sum_exp(rows: usize, partitions: usize, [max, denominator]: [u64; 2]) -> Result<Plan> {
+    let sizes = StateSizes {
+        rows,
+        partitions,
+        dim: 0,
+    };
+    let params = sizes.params([max, denominator, 0], DType::F32, true)?;
+    let output = Output {
+        dtype: DType::F32,
+        elements: rows,
+    };
+    let groups = params.rows.div_ceil(THREADS);
+    on_given("attention_states_log_sum_exp", 2, &params, groups, output)
+}
+
+fn on_given(
+    entry: &'static str,
+    inputs: usize,
+    params: &GemStates,
+    threadgroups: u32,
+    output: Output,
+) -> Result<Plan> {
+    let states: Vec<Binding> = (0..inputs).map(|input| Read(Slot::Input(input))).collect();
+    Ok(Plan {
+        outputs: vec![output],
+        scratch: vec![],
+        passes: vec![pass(entry, &states, params, threadgroups)?],
+    })
+}
+
+fn pass(
+    entry: &'static str,
+    states: &[Binding],
+    params: &GemStates,
+    threadgroups: u32,
+) -> Result<Pass> {
+    let output = [Write(Slot::Output(0))];
+    let pass = Pass {
+        source: Source::AttentionStates,
+        entry,
+        buffers: states.iter().copied().chain(output).collect(),
+        params: params.bytes(),
+        threadgroups: [threadgroups, 1, 1],
+        threads: THREADS,
+        threadgroup_bytes: 0,
+    };
+    check_grid(&pass)?;
+    Ok(pass)
+}
