@@ -1,6 +1,6 @@
 //! Runs any [`Plan`] on Metal; the only file that names it.
 
-use super::plan::{Binding, Output, Pass, Plan, Slot, Source, GEM_H};
+use super::plan::{Binding, Output, Pass, Plan, Slot, Source};
 use candle::backend::BackendStorage;
 use candle::{bail, DType, MetalDevice, MetalError, MetalStorage, Result};
 use candle_metal_kernels::metal::{Buffer, ComputePipeline, Library};
@@ -8,6 +8,7 @@ use candle_metal_kernels::MetalKernelError;
 use objc2_metal::{
     MTLCompileOptions, MTLComputePipelineState, MTLDevice, MTLLanguageVersion, MTLMathMode, MTLSize,
 };
+use serde::Serialize;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -49,6 +50,8 @@ pub fn run(plan: &Plan, inputs: &[&MetalStorage]) -> Result<Vec<MetalStorage>> {
     let guard = device.command_encoder()?;
     let encoder = guard.as_ref();
     for (pass, pipeline) in plan.passes.iter().zip(&pipelines) {
+        // Nothing without the feature `metal-debug-labels`.
+        candle_metal_kernels::debug_group!(encoder, "{}", pass.entry);
         encoder.set_compute_pipeline_state(pipeline);
         for (index, binding) in pass.buffers.iter().enumerate() {
             let held: Option<&Buffer> = match binding.slot() {
@@ -100,17 +103,32 @@ pub fn run_one(plan: &Plan, inputs: &[&MetalStorage]) -> Result<MetalStorage> {
     }
 }
 
-/// What a pipeline of a plan takes, read from the pipeline itself.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What a plan takes of a device: says that it compiles and can be launched, nothing about speed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Receipt {
+    /// [`Plan::digest`].
+    pub plan: String,
+    /// Of each scratch buffer.
+    pub scratch_bytes: Vec<u64>,
+    /// Of each pass, in order.
+    pub pipelines: Vec<PipelineReceipt>,
+}
+
+/// What a pipeline takes, read from the pipeline itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PipelineReceipt {
     /// Name of the kernel.
     pub entry: &'static str,
+    /// [`Source::digest`] of its text.
+    pub source: String,
     /// Threads of a SIMD group.
     pub simd_width: usize,
     /// Most threads that this pipeline can run in a threadgroup on this device.
     pub max_threads_per_threadgroup: usize,
     /// Threads that the plan asks for.
     pub threads_per_threadgroup: usize,
+    /// Threadgroups that the plan asks for.
+    pub threadgroups: [u32; 3],
     /// Threadgroup memory that the text declares.
     pub static_threadgroup_bytes: usize,
     /// Threadgroup memory that the plan asks for.
@@ -119,54 +137,75 @@ pub struct PipelineReceipt {
     pub device_threadgroup_bytes: usize,
 }
 
-/// The pipelines of `plan` on `device`, each checked to be launchable. Says that they compile and launch, nothing about speed.
-pub fn receipt(plan: &Plan, device: &MetalDevice) -> Result<Vec<PipelineReceipt>> {
-    plan.passes
-        .iter()
-        .map(|pass| Ok(measured(device, pass, &pipeline(device, pass)?)))
-        .collect()
+/// The pipelines of `plan` on `device`, each checked to be launchable. Errors as [`run`].
+pub fn receipt(plan: &Plan, device: &MetalDevice) -> Result<Receipt> {
+    let measured = |pass: &Pass| {
+        let pipeline = pipeline(device, pass)?;
+        let limits = Limits::of(device, &pipeline);
+        Ok(PipelineReceipt {
+            entry: pass.entry,
+            source: pass.source.digest(),
+            simd_width: limits.simd_width,
+            max_threads_per_threadgroup: limits.threads,
+            threads_per_threadgroup: pass.threads as usize,
+            threadgroups: pass.threadgroups,
+            static_threadgroup_bytes: limits.static_bytes,
+            dynamic_threadgroup_bytes: pass.threadgroup_bytes as usize,
+            device_threadgroup_bytes: limits.device_bytes,
+        })
+    };
+    Ok(Receipt {
+        plan: plan.digest(),
+        scratch_bytes: plan.scratch.clone(),
+        pipelines: plan.passes.iter().map(measured).collect::<Result<_>>()?,
+    })
 }
 
-fn measured(device: &MetalDevice, pass: &Pass, pipeline: &ComputePipeline) -> PipelineReceipt {
-    let raw = pipeline.as_ref();
-    PipelineReceipt {
-        entry: pass.entry,
-        simd_width: raw.threadExecutionWidth(),
-        max_threads_per_threadgroup: raw.maxTotalThreadsPerThreadgroup(),
-        threads_per_threadgroup: pass.threads as usize,
-        static_threadgroup_bytes: raw.staticThreadgroupMemoryLength(),
-        dynamic_threadgroup_bytes: pass.threadgroup_bytes as usize,
-        device_threadgroup_bytes: device.metal_device().as_ref().maxThreadgroupMemoryLength(),
-    }
+/// What a pipeline can be launched with.
+struct Limits {
+    simd_width: usize,
+    threads: usize,
+    static_bytes: usize,
+    device_bytes: usize,
 }
 
-/// Metal drops a launch that is too large without a word and leaves the output as it was, so it is refused here.
-fn check(r: &PipelineReceipt) -> Result<()> {
-    if r.simd_width != SIMD_WIDTH {
-        bail!(
-            "metal: {} runs in SIMD groups of {}, want {SIMD_WIDTH}",
-            r.entry,
-            r.simd_width
-        );
+impl Limits {
+    fn of(device: &MetalDevice, pipeline: &ComputePipeline) -> Self {
+        let raw = pipeline.as_ref();
+        Self {
+            simd_width: raw.threadExecutionWidth(),
+            threads: raw.maxTotalThreadsPerThreadgroup(),
+            static_bytes: raw.staticThreadgroupMemoryLength(),
+            device_bytes: device.metal_device().as_ref().maxThreadgroupMemoryLength(),
+        }
     }
-    if r.threads_per_threadgroup > r.max_threads_per_threadgroup {
-        bail!(
-            "metal: {} can run {} threads in a threadgroup on this device, want {}",
-            r.entry,
-            r.max_threads_per_threadgroup,
-            r.threads_per_threadgroup
-        );
+
+    /// Metal drops a launch that is too large without a word and leaves the output as it was, so it is refused here.
+    fn check(&self, pass: &Pass) -> Result<()> {
+        let entry = pass.entry;
+        if self.simd_width != SIMD_WIDTH {
+            bail!(
+                "metal: {entry} runs in SIMD groups of {}, want {SIMD_WIDTH}",
+                self.simd_width
+            );
+        }
+        if pass.threads as usize > self.threads {
+            bail!(
+                "metal: {entry} can run {} threads in a threadgroup on this device, want {}",
+                self.threads,
+                pass.threads
+            );
+        }
+        let bytes = self.static_bytes + pass.threadgroup_bytes as usize;
+        if bytes > self.device_bytes {
+            bail!(
+                "metal: {entry} needs {bytes} bytes of threadgroup memory ({} static), this device has {}",
+                self.static_bytes,
+                self.device_bytes
+            );
+        }
+        Ok(())
     }
-    let bytes = r.static_threadgroup_bytes + r.dynamic_threadgroup_bytes;
-    if bytes > r.device_threadgroup_bytes {
-        bail!(
-            "metal: {} needs {bytes} bytes of threadgroup memory ({} static), this device has {}",
-            r.entry,
-            r.static_threadgroup_bytes,
-            r.device_threadgroup_bytes
-        );
-    }
-    Ok(())
 }
 
 fn scratch_buffer(device: &MetalDevice, bytes: u64) -> Result<Arc<Buffer>> {
@@ -209,9 +248,8 @@ fn pipeline(device: &MetalDevice, pass: &Pass) -> Result<ComputePipeline> {
             let library = match cache.libraries.get(&(id, pass.source)) {
                 Some(library) => library.clone(),
                 None => {
-                    let text = pass.source.text().replace("#include \"gem.h\"", GEM_H);
                     let library = device
-                        .new_library_with_source(&text, Some(&compile_options()))
+                        .new_library_with_source(&pass.source.whole(), Some(&compile_options()))
                         .map_err(failed)?;
                     cache.libraries.insert((id, pass.source), library.clone());
                     library
@@ -226,7 +264,7 @@ fn pipeline(device: &MetalDevice, pass: &Pass) -> Result<ComputePipeline> {
         }
     };
     // The same pipeline may be planned with more threads or memory than the last time.
-    check(&measured(device, pass, &pipeline))?;
+    Limits::of(device, &pipeline).check(pass)?;
     Ok(pipeline)
 }
 

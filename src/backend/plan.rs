@@ -1,6 +1,7 @@
 //! What a GPU is asked to do, as plain data: an executor encodes it, a test prints it, the harness of the tests runs it.
 
 use candle::DType;
+use sha2::{Digest, Sha256};
 
 /// One or more kernel launches in order, with the scratch that they share.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,6 +12,25 @@ pub struct Plan {
     pub scratch: Vec<u64>,
     /// In order; a later pass sees what an earlier one wrote.
     pub passes: Vec<Pass>,
+}
+
+impl Plan {
+    /// SHA-256 of the plan and of the sources that it names, in hex: what a receipt binds. The same plan has the same digest
+    /// in every process.
+    pub fn digest(&self) -> String {
+        // Everything in a plan is plain data, so its debug form says all of it.
+        let mut hash = Sha256::new().chain_update(format!("{self:?}"));
+        for source in Source::ALL {
+            if self.passes.iter().any(|pass| pass.source == source) {
+                hash.update(source.whole());
+            }
+        }
+        hex(hash.finalize().as_slice())
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A result, contiguous.
@@ -106,6 +126,19 @@ impl Source {
             Self::AttentionMatrix => "attention_matrix.metal",
             Self::AttentionStaged => "attention_staged.metal",
         }
+    }
+
+    /// SHA-256 of all that is compiled for it, in hex.
+    pub fn digest(self) -> String {
+        hex(Sha256::new()
+            .chain_update(self.whole())
+            .finalize()
+            .as_slice())
+    }
+
+    /// Its text with the header in its place.
+    pub fn whole(self) -> String {
+        self.text().replace("#include \"gem.h\"", GEM_H)
     }
 
     /// Its text.

@@ -21,11 +21,6 @@ mod fixture_model;
 mod fixtures;
 mod generation;
 mod kv_cache;
-mod metal_attention;
-mod metal_controls;
-mod metal_states;
-mod metal_support;
-mod metal_traffic;
 mod model;
 mod prompt;
 mod reference_attention;
@@ -33,3 +28,18 @@ mod rope;
 mod stream;
 mod trained_model;
 mod weights;
+
+// The harness that runs kernels from their text is for this one system.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[path = "../msl/tests/suite/decode.rs"]
+mod candle_decode;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod metal_attention;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod metal_controls;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod metal_states;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod metal_support;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod metal_traffic;

@@ -189,3 +189,21 @@ fn every_source_includes_only_the_header() {
         );
     }
 }
+
+#[test]
+fn the_digest_of_a_plan_changes_with_what_it_would_run() {
+    let qkv = inputs(1, (1, 8, 1, 1, 37)).unwrap();
+    let plan = call(&qkv, STAGED).plan().unwrap();
+    assert_eq!(plan.digest(), call(&qkv, STAGED).plan().unwrap().digest());
+    let changes: [fn(&mut Plan); 4] = [
+        |plan| plan.passes[0].params[0] ^= 1,
+        |plan| plan.passes[1].threadgroups[0] += 1,
+        |plan| plan.passes[0].source = Source::AttentionMatrix,
+        |plan| plan.scratch[2] += 4,
+    ];
+    for change in changes {
+        let mut changed = plan.clone();
+        change(&mut changed);
+        assert_ne!(plan.digest(), changed.digest());
+    }
+}

@@ -1,6 +1,7 @@
 //! How many bytes each route moves, counted by the harness, not asserted from the design.
 
-use crate::attention_support::{inputs, SCALE};
+use crate::attention_support::{flat, inputs, SCALE};
+use crate::candle_decode::{self, Decode};
 use crate::metal_support::Call;
 use gem::attention::gpu::{Route, Tiling};
 use gem::backend::plan::{Binding, Slot};
@@ -13,6 +14,19 @@ struct Moved {
     kv_unique: u64,
     device: u64,
     threadgroup: u64,
+}
+
+impl Moved {
+    /// A pass that reads K and V through the buffers `kv`.
+    fn add(&mut self, stats: &Stats, kv: impl Iterator<Item = u32>) {
+        let memory = stats.memory.as_ref().unwrap();
+        for index in kv {
+            self.kv_issued += memory.device[&index].read.bytes;
+            self.kv_unique += memory.device[&index].read.unique_bytes;
+        }
+        self.device += memory.device_bytes();
+        self.threadgroup += memory.threadgroup.read.bytes + memory.threadgroup.written.bytes;
+    }
 }
 
 const GROUP: usize = 8;
@@ -30,17 +44,36 @@ fn moved(route: Route, kv_len: usize) -> (Moved, Vec<Stats>) {
     let stats = call.run(Mode::Checked).unwrap().stats;
     let mut moved = Moved::default();
     for (pass, stats) in plan.passes.iter().zip(&stats) {
-        let memory = stats.memory.as_ref().unwrap();
-        for (index, binding) in (0..).zip(&pass.buffers) {
-            if matches!(binding, Binding::Read(Slot::Input(1 | 2))) {
-                moved.kv_issued += memory.device[&index].read.bytes;
-                moved.kv_unique += memory.device[&index].read.unique_bytes;
-            }
-        }
-        moved.device += memory.device_bytes();
-        moved.threadgroup += memory.threadgroup.read.bytes + memory.threadgroup.written.bytes;
+        let reads_kv =
+            |(_, binding): &(u32, &Binding)| matches!(binding, Binding::Read(Slot::Input(1 | 2)));
+        let kv = (0..).zip(&pass.buffers).filter(reads_kv);
+        moved.add(stats, kv.map(|(index, _)| index));
     }
     (moved, stats)
+}
+
+/// candle's kernels on the inputs that [`moved`] takes.
+fn moved_by_candle(two_pass: bool, kv_len: usize) -> Moved {
+    let [q, k, v] = inputs(1, (1, GROUP, 1, 1, kv_len)).unwrap();
+    let decode = Decode {
+        heads: GROUP,
+        kv_heads: 1,
+        tokens: kv_len,
+        scale: SCALE,
+        q: flat(&q).unwrap(),
+        k: flat(&k).unwrap(),
+        v: flat(&v).unwrap(),
+    };
+    let module = candle_decode::compile(Mode::Checked);
+    let (_, stats) = match two_pass {
+        true => decode.two_pass(&module, &[0]).unwrap(),
+        false => decode.one_pass(&module, &[0]).unwrap(),
+    };
+    let mut moved = Moved::default();
+    for (pass, stats) in stats.iter().enumerate() {
+        moved.add(stats, (1..=2).filter(|_| pass == 0));
+    }
+    moved
 }
 
 fn fused(tokens: u32, heads: u32, stage: bool) -> Route {
@@ -121,15 +154,32 @@ fn table_at_8192_keys() {
         Route::Matrix,
         Route::Staged,
     ];
-    for route in routes {
-        let (moved, _) = moved(route, 8192);
-        // One KV head of the four was run.
-        let mb = |bytes: u64| 4.0 * bytes as f64 / 1e6;
+    // One KV head of the four is run.
+    let mb = |bytes: u64| 4.0 * bytes as f64 / 1e6;
+    let print = |name: &str, moved: &Moved| {
         println!(
-            "| {route:?} | {:.3} | {:.1} | {:.1} |",
+            "| {name} | {:.3} | {:.1} | {:.1} |",
             moved.kv_issued as f64 / moved.kv_unique as f64,
             mb(moved.device),
             mb(moved.threadgroup)
         );
+    };
+    for route in routes {
+        print(&format!("{route:?}"), &moved(route, 8192).0);
+    }
+    for (name, two_pass) in [("sdpa_vector", false), ("sdpa_vector_2pass", true)] {
+        print(name, &moved_by_candle(two_pass, 8192));
+    }
+}
+
+/// What the fused routes are for.
+#[test]
+fn candle_issues_the_cache_once_for_each_query_head_and_the_fused_route_once() {
+    for two_pass in [false, true] {
+        let candle = moved_by_candle(two_pass, KV_LEN);
+        assert_eq!(candle.kv_unique, KV_BYTES);
+        assert_eq!(candle.kv_issued, GROUP as u64 * KV_BYTES);
+        let fused = moved(fused(4, 1, true), KV_LEN).0;
+        assert_eq!(fused.kv_issued, KV_BYTES);
     }
 }

@@ -1,124 +1,57 @@
 //! candle's kernels, unmodified, against double precision: code that this project did not write.
 
+use crate::decode::{compile as compile_sdpa, Decode, DIM};
 use crate::reference::{matmul, max_error, softmax, to_f16, uniform, widen};
 use half::f16;
-use msl::{candle_kernels, Buffer, Constant, Dispatch, Mode, Module, Result, Stats, SEEDS};
+use msl::{candle_kernels, Buffer, Constant, Dispatch, Mode, Module, Result, SEEDS};
 
 fn compile(file: &str, entries: &[&str], mode: Mode) -> Module {
     let text = candle_kernels(file).unwrap();
     Module::compile(&[(file, &text)], entries, mode).unwrap()
 }
 
-/// One query token against a cache, head size 512.
-struct Decode {
-    heads: usize,
-    kv_heads: usize,
-    tokens: usize,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
+fn random(heads: usize, kv_heads: usize, tokens: usize) -> Decode {
+    Decode {
+        heads,
+        kv_heads,
+        tokens,
+        scale: 0.17,
+        q: uniform(1, heads * DIM),
+        k: uniform(2, kv_heads * tokens * DIM),
+        v: uniform(3, kv_heads * tokens * DIM),
+    }
 }
 
-const DIM: usize = 512;
-const SCALE: f32 = 0.17;
-const SDPA: [&str; 3] = [
-    "sdpa_vector_float_512",
-    "sdpa_vector_2pass_1_float_512",
-    "sdpa_vector_2pass_2_float_512",
-];
-
-impl Decode {
-    fn new(heads: usize, kv_heads: usize, tokens: usize) -> Decode {
-        Decode {
-            heads,
-            kv_heads,
-            tokens,
-            q: uniform(1, heads * DIM),
-            k: uniform(2, kv_heads * tokens * DIM),
-            v: uniform(3, kv_heads * tokens * DIM),
-        }
-    }
-
-    fn want(&self) -> Vec<f64> {
-        let mut out = vec![0.0; self.heads * DIM];
-        for head in 0..self.heads {
-            let first = head / (self.heads / self.kv_heads) * self.tokens;
-            let rows = |x: &'_ [f32], i: usize| x[(first + i) * DIM..][..DIM].to_vec();
-            let q = &self.q[head * DIM..][..DIM];
-            let scores: Vec<f64> = (0..self.tokens)
-                .map(|i| {
-                    let dot: f64 = widen(q)
-                        .zip(widen(&rows(&self.k, i)))
-                        .map(|(a, b)| a * b)
-                        .sum();
-                    dot * f64::from(SCALE)
-                })
-                .collect();
-            for (i, weight) in softmax(&scores).iter().enumerate() {
-                let row = rows(&self.v, i);
-                for (o, v) in out[head * DIM..][..DIM].iter_mut().zip(widen(&row)) {
-                    *o += weight * v;
-                }
+fn want(decode: &Decode) -> Vec<f64> {
+    let mut out = vec![0.0; decode.heads * DIM];
+    for head in 0..decode.heads {
+        let first = head / (decode.heads / decode.kv_heads) * decode.tokens;
+        let rows = |x: &'_ [f32], i: usize| x[(first + i) * DIM..][..DIM].to_vec();
+        let q = &decode.q[head * DIM..][..DIM];
+        let scores: Vec<f64> = (0..decode.tokens)
+            .map(|i| {
+                let dot: f64 = widen(q)
+                    .zip(widen(&rows(&decode.k, i)))
+                    .map(|(a, b)| a * b)
+                    .sum();
+                dot * f64::from(decode.scale)
+            })
+            .collect();
+        for (i, weight) in softmax(&scores).iter().enumerate() {
+            let row = rows(&decode.v, i);
+            for (o, v) in out[head * DIM..][..DIM].iter_mut().zip(widen(&row)) {
+                *o += weight * v;
             }
         }
-        out
     }
-
-    /// The arguments behind the outputs, from `index` on.
-    fn scalars<'a>(&self, dispatch: Dispatch<'a>, index: u32) -> Dispatch<'a> {
-        let stride = (self.tokens * DIM) as u64;
-        dispatch
-            .value(index, (self.heads / self.kv_heads) as i32)
-            .value(index + 1, self.tokens as i32)
-            .value(index + 2, stride)
-            .value(index + 3, stride)
-            .value(index + 4, SCALE)
-            .value(index + 5, 1f32)
-            .constant(20, Constant::Bool(false))
-    }
-
-    fn one_pass(&self, module: &Module, seeds: &[u64]) -> Result<(Vec<f32>, Stats)> {
-        let inputs = [&self.q, &self.k, &self.v].map(|x| Buffer::new(x));
-        let mut out = Buffer::uninitialised(self.heads * DIM * 4);
-        let dispatch = Dispatch::new(SDPA[0], [1, self.heads as u32, 1], [1024, 1, 1])
-            .input(0, &inputs[0])
-            .input(1, &inputs[1])
-            .input(2, &inputs[2])
-            .output(3, &mut out);
-        let stats = module.run_all_schedules(&mut self.scalars(dispatch, 4), seeds)?;
-        Ok((out.to_vec(), stats))
-    }
-
-    fn two_pass(&self, module: &Module, seeds: &[u64]) -> Result<(Vec<f32>, Stats)> {
-        let inputs = [&self.q, &self.k, &self.v].map(|x| Buffer::new(x));
-        let heads = self.heads as u32;
-        let mut partial = Buffer::uninitialised(self.heads * 32 * DIM * 4);
-        let mut sums = Buffer::uninitialised(self.heads * 32 * 4);
-        let mut maxs = Buffer::uninitialised(self.heads * 32 * 4);
-        let dispatch = Dispatch::new(SDPA[1], [1, heads, 32], [256, 1, 1])
-            .input(0, &inputs[0])
-            .input(1, &inputs[1])
-            .input(2, &inputs[2])
-            .output(3, &mut partial)
-            .output(4, &mut sums)
-            .output(5, &mut maxs);
-        let stats = module.run_all_schedules(&mut self.scalars(dispatch, 6), seeds)?;
-        let mut out = Buffer::uninitialised(self.heads * DIM * 4);
-        let mut dispatch = Dispatch::new(SDPA[2], [1, heads, 1], [1024, 1, 1])
-            .input(0, &partial)
-            .input(1, &sums)
-            .input(2, &maxs)
-            .output(3, &mut out);
-        module.run_all_schedules(&mut dispatch, seeds)?;
-        Ok((out.to_vec(), stats))
-    }
+    out
 }
 
 #[test]
 fn decode_attention_agrees_with_double_precision_in_every_schedule() {
-    let module = compile("scaled_dot_product_attention.metal", &SDPA, Mode::Fast);
-    let decode = Decode::new(8, 2, 1025);
-    let want = decode.want();
+    let module = compile_sdpa(Mode::Fast);
+    let decode = random(8, 2, 1025);
+    let want = want(&decode);
     let (one, _) = decode.one_pass(&module, &SEEDS[..3]).unwrap();
     assert!(max_error(widen(&one), &want) < 2e-6);
     let (two, _) = decode.two_pass(&module, &SEEDS[..3]).unwrap();
@@ -127,16 +60,16 @@ fn decode_attention_agrees_with_double_precision_in_every_schedule() {
 
 #[test]
 fn decode_attention_has_no_fault_and_reads_the_cache_once_for_each_query_head() {
-    let module = compile("scaled_dot_product_attention.metal", &SDPA, Mode::Checked);
-    let decode = Decode::new(4, 2, 75);
-    let want = decode.want();
+    let module = compile_sdpa(Mode::Checked);
+    let decode = random(4, 2, 75);
+    let want = want(&decode);
     let cache = (2 * 75 * DIM * 4) as u64;
     for (out, stats) in [
         decode.one_pass(&module, &[0]).unwrap(),
         decode.two_pass(&module, &[0]).unwrap(),
     ] {
         assert!(max_error(widen(&out), &want) < 2e-6);
-        let memory = stats.memory.unwrap();
+        let memory = stats[0].memory.as_ref().unwrap();
         for buffer in [1, 2] {
             let read = memory.device[&buffer].read;
             assert_eq!((read.unique_bytes, read.bytes), (cache, 2 * cache));

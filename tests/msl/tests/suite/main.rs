@@ -4,6 +4,7 @@
 
 mod candle;
 mod counts;
+mod decode;
 mod defects;
 mod language;
 mod machine;
