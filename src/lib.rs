@@ -33,6 +33,7 @@
 //! |---|---|---|
 //! | `fused` | yes | [`AttentionPath::default()`](models::gemma4::AttentionPath) is the fused path; both are always compiled |
 //! | `metal` | no | [`attention_d512`] on Apple GPUs; forwarded to every candle crate |
+//! | `metal-debug-labels` | no | `metal`, with launches and buffers named in frame captures |
 
 #![warn(missing_docs)]
 

@@ -1,5 +1,6 @@
 //! The command line: candle's own flag names where candle has one.
 
+use crate::checkpoint::ModelFiles;
 use clap::{Parser, ValueEnum};
 use gem::models::gemma4::AttentionPath;
 use std::path::PathBuf;
@@ -58,17 +59,8 @@ pub struct Args {
     #[arg(long, default_value_t = 64)]
     pub repeat_last_n: usize,
 
-    /// Safetensors files of the model, or one folder that holds them [default: the model of this repository].
-    #[arg(long, value_name = "FILES", value_delimiter = ',')]
-    pub weight_files: Option<Vec<PathBuf>>,
-
-    /// [default: config.json beside the weights].
-    #[arg(long, value_name = "FILE")]
-    pub config_file: Option<PathBuf>,
-
-    /// [default: tokenizer.json beside the weights].
-    #[arg(long, value_name = "FILE")]
-    pub tokenizer_file: Option<PathBuf>,
+    #[command(flatten)]
+    pub model: ModelFiles,
 
     /// Type of matrix products and caches [default: f32 on the CPU, else bf16].
     #[arg(long, value_enum)]

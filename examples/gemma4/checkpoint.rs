@@ -1,6 +1,5 @@
 //! Finds the files of a checkpoint and loads them.
 
-use crate::args::Args;
 use anyhow::{anyhow, bail, Context, Result};
 use gem::models::gemma4::{Config, StopTokens, Weights};
 use std::path::{Path, PathBuf};
@@ -8,17 +7,37 @@ use tokenizers::Tokenizer;
 
 const BUILT_IN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-gemma4");
 
+/// Where a checkpoint is; the model of this repository by default.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct ModelFiles {
+    /// Safetensors files of the model, or one folder that holds them [default: the model of this repository].
+    #[arg(long, value_name = "FILES", value_delimiter = ',')]
+    pub weight_files: Option<Vec<PathBuf>>,
+
+    /// [default: config.json beside the weights].
+    #[arg(long, value_name = "FILE")]
+    pub config_file: Option<PathBuf>,
+
+    /// [default: tokenizer.json beside the weights].
+    #[arg(long, value_name = "FILE")]
+    pub tokenizer_file: Option<PathBuf>,
+}
+
 /// A checkpoint whose files are found and checked, but whose weights are not read yet.
 pub struct Checkpoint {
     pub config: Config,
     pub tokenizer: Tokenizer,
+    #[allow(
+        dead_code,
+        reason = "examples that share this file do not all generate text"
+    )]
     pub stop: StopTokens,
     pub weights: Weights,
 }
 
 impl Checkpoint {
-    pub fn open(args: &Args) -> Result<Self> {
-        let files = args
+    pub fn open(given: &ModelFiles) -> Result<Self> {
+        let files = given
             .weight_files
             .clone()
             .unwrap_or_else(|| vec![PathBuf::from(BUILT_IN)]);
@@ -30,12 +49,11 @@ impl Checkpoint {
             }
             [] => bail!("--weight-files names no file"),
         };
-        let beside = |given: &Option<PathBuf>, name: &str| {
-            given.clone().unwrap_or_else(|| folder.join(name))
-        };
-        let config = Config::from_file(beside(&args.config_file, "config.json"))?;
+        let beside =
+            |file: &Option<PathBuf>, name: &str| file.clone().unwrap_or_else(|| folder.join(name));
+        let config = Config::from_file(beside(&given.config_file, "config.json"))?;
         weights.check(&config.tensor_shapes())?;
-        let tokenizer_file = beside(&args.tokenizer_file, "tokenizer.json");
+        let tokenizer_file = beside(&given.tokenizer_file, "tokenizer.json");
         let tokenizer = Tokenizer::from_file(&tokenizer_file)
             .map_err(|e| anyhow!("{}: {e}", tokenizer_file.display()))?;
         let vocab = tokenizer.get_vocab_size(true);

@@ -38,7 +38,7 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         mut tokenizer,
         stop,
         weights,
-    } = Checkpoint::open(args)?;
+    } = Checkpoint::open(&args.model)?;
     let ids = prompt.encode(&mut tokenizer, config.bos_token_id)?;
     let stop = prompt
         .stop(&tokenizer)

@@ -1,6 +1,7 @@
 //! Runs any [`Plan`] on Metal; the only file that names it.
 
 use super::plan::{Binding, Output, Pass, Plan, Slot, Source};
+use super::receipt::{PipelineReceipt, Receipt};
 use candle::backend::BackendStorage;
 use candle::{bail, DType, MetalDevice, MetalError, MetalStorage, Result};
 use candle_metal_kernels::metal::{Buffer, ComputePipeline, Library};
@@ -8,7 +9,6 @@ use candle_metal_kernels::MetalKernelError;
 use objc2_metal::{
     MTLCompileOptions, MTLComputePipelineState, MTLDevice, MTLLanguageVersion, MTLMathMode, MTLSize,
 };
-use serde::Serialize;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -103,47 +103,13 @@ pub fn run_one(plan: &Plan, inputs: &[&MetalStorage]) -> Result<MetalStorage> {
     }
 }
 
-/// What a plan takes of a device: says that it compiles and can be launched, nothing about speed.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Receipt {
-    /// [`Plan::digest`].
-    pub plan: String,
-    /// Of each scratch buffer.
-    pub scratch_bytes: Vec<u64>,
-    /// Of each pass, in order.
-    pub pipelines: Vec<PipelineReceipt>,
-}
-
-/// What a pipeline takes, read from the pipeline itself.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct PipelineReceipt {
-    /// Name of the kernel.
-    pub entry: &'static str,
-    /// [`Source::digest`] of its text.
-    pub source: String,
-    /// Threads of a SIMD group.
-    pub simd_width: usize,
-    /// Most threads that this pipeline can run in a threadgroup on this device.
-    pub max_threads_per_threadgroup: usize,
-    /// Threads that the plan asks for.
-    pub threads_per_threadgroup: usize,
-    /// Threadgroups that the plan asks for.
-    pub threadgroups: [u32; 3],
-    /// Threadgroup memory that the text declares.
-    pub static_threadgroup_bytes: usize,
-    /// Threadgroup memory that the plan asks for.
-    pub dynamic_threadgroup_bytes: usize,
-    /// Threadgroup memory that the device has.
-    pub device_threadgroup_bytes: usize,
-}
-
 /// The pipelines of `plan` on `device`, each checked to be launchable. Errors as [`run`].
 pub fn receipt(plan: &Plan, device: &MetalDevice) -> Result<Receipt> {
     let measured = |pass: &Pass| {
         let pipeline = pipeline(device, pass)?;
         let limits = Limits::of(device, &pipeline);
         Ok(PipelineReceipt {
-            entry: pass.entry,
+            entry: pass.entry.to_string(),
             source: pass.source.digest(),
             simd_width: limits.simd_width,
             max_threads_per_threadgroup: limits.threads,

@@ -4,3 +4,4 @@
 pub mod metal;
 pub mod params;
 pub mod plan;
+pub mod receipt;

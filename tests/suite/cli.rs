@@ -1,21 +1,8 @@
 //! The `gemma4` example as its users run it: text on stdout, everything else on stderr, an exit status that tells.
 
-use crate::common::trained_model;
+use crate::common::{example, trained_model};
 use std::io::Write;
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
-
-/// Cargo builds the examples beside the tests.
-fn program() -> PathBuf {
-    let tests = std::env::current_exe().unwrap();
-    let program = tests.ancestors().nth(2).unwrap().join("examples/gemma4");
-    assert!(
-        program.exists(),
-        "{} is missing: cargo build --release --examples makes it",
-        program.display()
-    );
-    program
-}
 
 struct Output {
     success: bool,
@@ -28,7 +15,7 @@ fn gemma4(args: &[&str]) -> Output {
 }
 
 fn gemma4_with_stdin(args: &[&str], stdin: &str) -> Output {
-    let mut child = Command::new(program())
+    let mut child = Command::new(example("gemma4"))
         .args(args)
         .env("RUST_BACKTRACE", "0")
         .stdin(Stdio::piped())

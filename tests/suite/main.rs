@@ -1,6 +1,5 @@
 //! Every integration test, in one binary: linking candle once keeps the suite quick to build.
 
-mod attention_audit;
 mod attention_edges;
 mod attention_faults;
 mod attention_memory;
@@ -27,6 +26,7 @@ mod reference_attention;
 mod rope;
 mod stream;
 mod trained_model;
+mod verify;
 mod weights;
 
 // The harness that runs kernels from their text is for this one system.

@@ -15,3 +15,20 @@ use std::path::{Path, PathBuf};
 pub fn trained_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny-gemma4")
 }
+
+/// An example as a program: cargo builds them beside the tests.
+pub fn example(name: &str) -> PathBuf {
+    let tests = std::env::current_exe().unwrap();
+    let program = tests
+        .ancestors()
+        .nth(2)
+        .unwrap()
+        .join("examples")
+        .join(name);
+    assert!(
+        program.exists(),
+        "{} is missing: cargo build --release --examples makes it",
+        program.display()
+    );
+    program
+}

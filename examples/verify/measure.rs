@@ -1,0 +1,157 @@
+//! Inputs that anyone can make again, the oracle, and how far a result is from it.
+
+use candle::{DType, Device, Result, Tensor};
+use gem::attention::HEAD_DIM;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+/// `1 / sqrt(512)`: scores of these inputs are about unit-normal, so that the softmax is not one-hot.
+pub const SCALE: f32 = 0.044_194_174;
+
+#[derive(Debug, Clone, Copy)]
+pub struct Geometry {
+    pub q_heads: usize,
+    pub kv_heads: usize,
+    pub q_len: usize,
+    pub kv_len: usize,
+}
+
+/// q, k and v: uniform values of unit variance, rounded to `dtype`, on the CPU.
+pub fn inputs(seed: u64, g: Geometry, dtype: DType) -> Result<[Tensor; 3]> {
+    let made = |seed, heads, len| uniform(seed, heads, len)?.to_dtype(dtype);
+    Ok([
+        made(seed, g.q_heads, g.q_len)?,
+        made(seed + 1, g.kv_heads, g.kv_len)?,
+        made(seed + 2, g.kv_heads, g.kv_len)?,
+    ])
+}
+
+fn uniform(seed: u64, heads: usize, len: usize) -> Result<Tensor> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let width = 12f32.sqrt() / (1u32 << 24) as f32;
+    let values: Vec<f32> = (0..heads * len * HEAD_DIM)
+        .map(|_| ((rng.next_u32() >> 8) as f32 - (1u32 << 23) as f32) * width)
+        .collect();
+    Tensor::from_vec(values, (1, heads, len, HEAD_DIM), &Device::Cpu)
+}
+
+/// Causal attention as its definition reads, in f64 over the stored values.
+pub fn oracle([q, k, v]: &[Tensor; 3]) -> Result<Vec<f64>> {
+    let (_, q_heads, q_len, _) = q.dims4()?;
+    let (_, kv_heads, kv_len, _) = k.dims4()?;
+    let flat = |t: &Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+    let (q, k, v) = (flat(q)?, flat(k)?, flat(v)?);
+    let row = |i: usize| i * HEAD_DIM..(i + 1) * HEAD_DIM;
+    let attend = |i: usize| -> Vec<f64> {
+        let (head, position) = (i / q_len, i % q_len);
+        let first = head / (q_heads / kv_heads) * kv_len;
+        let query = &q[row(i)];
+        let seen = first..first + kv_len - q_len + position + 1;
+        let scores: Vec<f64> = seen
+            .clone()
+            .map(|t| {
+                let products = query.iter().zip(&k[row(t)]);
+                products
+                    .map(|(a, b)| f64::from(*a) * f64::from(*b))
+                    .sum::<f64>()
+                    * f64::from(SCALE)
+            })
+            .collect();
+        let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        let mut out = vec![0.0; HEAD_DIM];
+        for (t, weight) in seen.zip(weights) {
+            for (out, value) in out.iter_mut().zip(&v[row(t)]) {
+                *out += weight / sum * f64::from(*value);
+            }
+        }
+        out
+    };
+    Ok((0..q_heads * q_len)
+        .into_par_iter()
+        .flat_map_iter(attend)
+        .collect())
+}
+
+pub fn values(t: &Tensor) -> Result<Vec<f64>> {
+    t.to_device(&Device::Cpu)?
+        .to_dtype(DType::F64)?
+        .flatten_all()?
+        .to_vec1()
+}
+
+/// How a result compares with what it should be.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Agreement {
+    pub correlation: f64,
+    /// Squared difference over the squared size.
+    pub nmse: f64,
+    pub max_abs_error: f64,
+    pub finite: bool,
+    /// A second run gave the same bits.
+    pub repeats: bool,
+}
+
+/// The least that agrees.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Bounds {
+    pub least_correlation: f64,
+    pub most_nmse: f64,
+    pub most_abs_error: Option<f64>,
+}
+
+impl Agreement {
+    pub fn new(got: &Tensor, again: &Tensor, want: &[f64]) -> Result<Self> {
+        let (got, again) = (values(got)?, values(again)?);
+        if got.len() != want.len() {
+            candle::bail!("the result has {} elements, want {}", got.len(), want.len());
+        }
+        let sum =
+            |f: &dyn Fn(f64, f64) -> f64| got.iter().zip(want).map(|(a, b)| f(*a, *b)).sum::<f64>();
+        let n = got.len() as f64;
+        let (mean_a, mean_b) = (sum(&|a, _| a) / n, sum(&|_, b| b) / n);
+        let covariance = sum(&|a, b| (a - mean_a) * (b - mean_b));
+        let variances = sum(&|a, _| (a - mean_a).powi(2)) * sum(&|_, b| (b - mean_b).powi(2));
+        let bits = |x: &f64| x.to_bits();
+        Ok(Self {
+            correlation: covariance / variances.sqrt(),
+            nmse: sum(&|a, b| (a - b).powi(2)) / sum(&|_, b| b * b),
+            max_abs_error: got
+                .iter()
+                .zip(want)
+                .fold(0.0, |worst: f64, (a, b)| worst.max((a - b).abs())),
+            finite: got.iter().all(|x| x.is_finite()),
+            repeats: got.iter().map(bits).eq(again.iter().map(bits)),
+        })
+    }
+
+    /// Why this is not good enough. Written so that a NaN, or a figure that cannot be, is not.
+    pub fn refusal(&self, bounds: &Bounds) -> Option<String> {
+        let most = bounds.most_abs_error.unwrap_or(f64::MAX);
+        let why = if !self.finite {
+            "is not finite".to_string()
+        } else if !self.repeats {
+            "does not repeat bit for bit".to_string()
+        } else if !(bounds.least_correlation..=1.0 + 1e-9).contains(&self.correlation) {
+            format!(
+                "correlates by {}, want {}",
+                self.correlation, bounds.least_correlation
+            )
+        } else if !(0.0..=bounds.most_nmse).contains(&self.nmse) {
+            format!(
+                "has an NMSE of {:e}, want {:e}",
+                self.nmse, bounds.most_nmse
+            )
+        } else if !(0.0..=most).contains(&self.max_abs_error) {
+            format!("is off by {:e}, want {most:e}", self.max_abs_error)
+        } else {
+            return None;
+        };
+        Some(why)
+    }
+}
