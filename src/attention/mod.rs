@@ -14,6 +14,7 @@ pub mod gpu;
 pub mod partial;
 pub mod plan;
 pub mod reference;
+pub mod sdpa;
 mod store;
 
 use candle::{bail, CpuStorage, CudaStorage, CustomOp3, DType, Layout, MetalStorage};
