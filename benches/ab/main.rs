@@ -7,8 +7,9 @@
 mod arms;
 mod plot;
 mod report;
+mod samples;
 
-use anyhow::{Context, Result};
+use anyhow::{ensure, Context, Result};
 use candle::DType;
 use clap::Parser;
 
@@ -64,7 +65,9 @@ fn main() -> Result<()> {
         return plot::draw(&receipts, folder);
     }
     if !args.bench {
-        return report::check_statistics();
+        check_statistics()?;
+        println!("ab: medians and quartiles are right");
+        return Ok(());
     }
     let mut receipt = Receipt::new();
     println!("{}", report::HEADER);
@@ -129,4 +132,38 @@ fn measure(args: &Args, dtype: &str, len: usize) -> Result<Case> {
         kv_bytes: shape.kv_bytes(),
         arms,
     })
+}
+
+/// Samples whose quantiles are known.
+fn check_statistics() -> Result<()> {
+    // Samples, their first quartile, median and third quartile.
+    type Known = (&'static [f64], [f64; 3]);
+    let samples_with_quartiles: [Known; 5] = [
+        (&[7.0], [7.0, 7.0, 7.0]),
+        (&[4.0, 2.0], [2.5, 3.0, 3.5]),
+        (&[5.0, 1.0, 3.0], [2.0, 3.0, 4.0]),
+        (&[8.0, 2.0, 4.0, 1.0], [1.75, 3.0, 5.0]),
+        (&[5.0, 4.0, 3.0, 2.0, 1.0], [2.0, 3.0, 4.0]),
+    ];
+    for (known, want) in samples_with_quartiles {
+        let got = [0.25, 0.5, 0.75].map(|at| samples::quantile(known, at));
+        ensure!(
+            got == want,
+            "quartiles of {known:?}: {got:?}, want {want:?}"
+        );
+        ensure!(
+            samples::median(known) == want[1],
+            "median of {known:?}: {}",
+            samples::median(known)
+        );
+        let ends = [samples::quantile(known, 0.0), samples::quantile(known, 1.0)];
+        let least = known.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = known.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        ensure!(ends == [least, most], "ends of {known:?}: {ends:?}");
+    }
+    ensure!(
+        samples::median(&[]).is_nan(),
+        "the median of no samples is no NaN"
+    );
+    Ok(())
 }

@@ -3,8 +3,10 @@
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
+
+use crate::samples;
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -46,26 +48,8 @@ impl Arm {
         }
     }
 
-    /// Between two samples the quantile is interpolated, so the median of an even number is the mean of the middle two.
-    fn quantile(&self, at: f64) -> f64 {
-        let mut ms = self.ms.clone();
-        ms.sort_by(f64::total_cmp);
-        let Some(last) = ms.len().checked_sub(1) else {
-            return f64::NAN;
-        };
-        let place = last as f64 * at;
-        let below = place as usize;
-        let above = (below + 1).min(last);
-        ms[below] + (ms[above] - ms[below]) * (place - below as f64)
-    }
-
     pub fn median(&self) -> f64 {
-        self.quantile(0.5)
-    }
-
-    /// Half the distance between the quartiles, relative to the median.
-    fn spread(&self) -> f64 {
-        (self.quantile(0.75) - self.quantile(0.25)) / 2.0 / self.median()
+        samples::median(&self.ms)
     }
 }
 
@@ -78,12 +62,10 @@ impl Case {
         self.arms.iter().find(|arm| arm.name == name)
     }
 
-    /// The median over rounds of this arm's time by the other's in the same round: drift of the machine cancels.
+    /// The median over rounds.
     pub fn ratio(&self, arm: &Arm, to: &str) -> Option<f64> {
-        let to = self.arm(to)?;
-        let mut ratios = Arm::new("ratio");
-        ratios.ms = arm.ms.iter().zip(&to.ms).map(|(a, b)| a / b).collect();
-        Some(ratios.median())
+        let ratios = samples::ratios(&arm.ms, &self.arm(to)?.ms);
+        Some(samples::median(&ratios))
     }
 
     pub fn print(&self) {
@@ -99,8 +81,8 @@ impl Case {
                 self.kv_len,
                 arm.name,
                 arm.median(),
-                arm.quantile(0.0),
-                100.0 * arm.spread(),
+                samples::quantile(&arm.ms, 0.0),
+                100.0 * samples::spread(&arm.ms),
                 self.kv_bytes as f64 / arm.median() / 1e6,
                 ratio("limit"),
                 ratio("fused"),
@@ -158,39 +140,4 @@ impl Receipt {
         std::fs::write(path, serde_json::to_string_pretty(self)? + "\n")
             .with_context(|| format!("cannot write {}", path.display()))
     }
-}
-
-/// What `cargo test` runs of this bench: the statistics on samples whose quantiles are known.
-pub fn check_statistics() -> Result<()> {
-    // Samples, their first quartile, median and third quartile.
-    type Known = (&'static [f64], [f64; 3]);
-    let known: [Known; 5] = [
-        (&[7.0], [7.0, 7.0, 7.0]),
-        (&[4.0, 2.0], [2.5, 3.0, 3.5]),
-        (&[5.0, 1.0, 3.0], [2.0, 3.0, 4.0]),
-        (&[8.0, 2.0, 4.0, 1.0], [1.75, 3.0, 5.0]),
-        (&[5.0, 4.0, 3.0, 2.0, 1.0], [2.0, 3.0, 4.0]),
-    ];
-    for (samples, want) in known {
-        let mut arm = Arm::new("known");
-        arm.ms = samples.to_vec();
-        let got = [0.25, 0.5, 0.75].map(|at| arm.quantile(at));
-        ensure!(
-            got == want,
-            "quartiles of {samples:?}: {got:?}, want {want:?}"
-        );
-        ensure!(
-            arm.median() == want[1],
-            "median of {samples:?}: {}",
-            arm.median()
-        );
-        let ends = [arm.quantile(0.0), arm.quantile(1.0)];
-        let least = samples.iter().copied().fold(f64::INFINITY, f64::min);
-        let most = samples.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        ensure!(ends == [least, most], "ends of {samples:?}: {ends:?}");
-    }
-    let none = Arm::new("none").median();
-    ensure!(none.is_nan(), "median of no samples: {none}, want NaN");
-    println!("ab: medians and quartiles are right");
-    Ok(())
 }

@@ -24,6 +24,10 @@ pub struct ModelFiles {
 }
 
 /// A checkpoint whose files are found and checked, but whose weights are not read yet.
+#[allow(
+    dead_code,
+    reason = "the examples that share this file do not all generate text"
+)]
 pub struct Checkpoint {
     pub config: Config,
     pub tokenizer: Tokenizer,

@@ -9,9 +9,12 @@ mod attention_properties;
 mod attention_refusals;
 mod attention_support;
 mod attention_views;
+mod bench;
 mod cli;
 mod common;
 mod config;
+#[path = "../../examples/bench/admit.rs"]
+mod example_admit;
 #[path = "../../examples/gemma4/prompt.rs"]
 mod example_prompt;
 #[path = "../../examples/gemma4/stream.rs"]

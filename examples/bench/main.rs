@@ -1,0 +1,194 @@
+//! How fast attention paths are against each other, on this machine; `--help` tells the rest.
+
+mod admit;
+mod args;
+#[path = "../gemma4/checkpoint.rs"]
+mod checkpoint;
+mod measure;
+#[path = "../gemma4/memory.rs"]
+mod memory;
+mod model;
+mod op;
+mod plot;
+mod report;
+#[path = "../../benches/ab/samples.rs"]
+mod samples;
+mod synthetic;
+
+use anyhow::Result;
+use args::{Args, Shape};
+use candle::utils::{cuda_is_available, metal_is_available};
+use candle::{DType, Device};
+use checkpoint::Checkpoint;
+use clap::Parser;
+use gem::models::gemma4::{Config, Model, Weights};
+use indicatif::{ProgressBar, ProgressStyle};
+use report::Setting;
+use std::io::Write;
+use std::process::ExitCode;
+use std::time::Duration;
+
+fn main() -> Result<ExitCode> {
+    let args = Args::parse();
+    let device = device(args.cpu)?;
+    let dtype = match args.dtype {
+        Some(dtype) => dtype.into(),
+        None if device.is_cpu() => DType::F32,
+        None => DType::BF16,
+    };
+    let source = Source::open(&args)?;
+    let setting = setting(&args, &source, &device, dtype);
+    let bar = ProgressBar::new_spinner();
+    bar.set_style(ProgressStyle::with_template("{spinner} {msg}, {elapsed}")?);
+    bar.enable_steady_tick(Duration::from_millis(200));
+    let progress = |what: String| bar.set_message(what);
+    let rows = match args.op {
+        Some(args::Op::Attention) => {
+            let heads = op::Heads::of(source.config())?;
+            op::run(&args, heads, dtype, &device, &progress)?
+        }
+        None => {
+            let paths = model::check(&args, source.config())?;
+            progress("loading".to_string());
+            let model = source.load(dtype, &device)?;
+            model::run(&args, &model, &paths, &progress)?
+        }
+    };
+    bar.finish_and_clear();
+    let mut out = std::io::stdout().lock();
+    report::print(&mut out, args.output, &setting, &rows)?;
+    if let Some(path) = &args.plot {
+        plot::draw(
+            path,
+            &format!("{}, {}, {}", setting.model, setting.dtype, setting.device),
+            &rows,
+        )?;
+    }
+    match args.admit {
+        true => admit(&mut std::io::stderr(), &rows),
+        false => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// Says yes or no for each arm but the first, with the reasons.
+fn admit(out: &mut impl Write, rows: &[measure::Row]) -> Result<ExitCode> {
+    let measured = rows.iter().map(|row| admit::Measured {
+        test: row.test.clone(),
+        context: row.context,
+        arm: row.arm.clone(),
+        rounds: row.seconds.len(),
+        ratio: row.ratio,
+        ratio_spread: row.ratio_spread,
+    });
+    let decisions = admit::decide(&measured.collect::<Vec<_>>());
+    for decision in &decisions {
+        match decision.reasons.as_slice() {
+            [] => writeln!(out, "{}: yes", decision.arm)?,
+            reasons => writeln!(out, "{}: no: {}", decision.arm, reasons.join("; "))?,
+        }
+    }
+    let all = !decisions.is_empty() && decisions.iter().all(|decision| decision.reasons.is_empty());
+    Ok(match all {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    })
+}
+
+/// Where the weights come from.
+enum Source {
+    Checkpoint {
+        config: Config,
+        weights: Box<Weights>,
+    },
+    Synthetic {
+        config: Config,
+        name: String,
+    },
+}
+
+impl Source {
+    fn open(args: &Args) -> Result<Self> {
+        let Some(shape) = args.shape else {
+            let Checkpoint {
+                config, weights, ..
+            } = Checkpoint::open(&args.model)?;
+            return Ok(Self::Checkpoint {
+                config,
+                weights: Box::new(weights),
+            });
+        };
+        let Shape::Gemma31B = shape;
+        let config = synthetic::config(shape, args.layers, args.vocab)?;
+        let name = format!(
+            "random weights, 31b, {} layers, {} tokens",
+            config.layers.len(),
+            config.vocab_size
+        );
+        Ok(Self::Synthetic { config, name })
+    }
+
+    fn config(&self) -> &Config {
+        match self {
+            Self::Checkpoint { config, .. } | Self::Synthetic { config, .. } => config,
+        }
+    }
+
+    fn load(self, dtype: DType, device: &Device) -> Result<Model> {
+        Ok(match self {
+            Self::Checkpoint { config, weights } => {
+                Model::new(&config, weights.var_builder(dtype, device))?
+            }
+            Self::Synthetic { config, .. } => {
+                Model::new(&config, synthetic::weights(dtype, device))?
+            }
+        })
+    }
+}
+
+fn setting(args: &Args, source: &Source, device: &Device, dtype: DType) -> Setting {
+    let model = match (source, &args.model.weight_files) {
+        (Source::Synthetic { name, .. }, _) => name.clone(),
+        (_, None) => "tiny-gemma4".to_string(),
+        (_, Some(files)) => files
+            .first()
+            .and_then(|file| file.file_name())
+            .map_or(String::new(), |name| name.to_string_lossy().into_owned()),
+    };
+    Setting {
+        gem: env!("CARGO_PKG_VERSION"),
+        device: match device {
+            Device::Cpu => "cpu",
+            Device::Metal(_) => "metal",
+            Device::Cuda(_) => "cuda",
+        }
+        .to_string(),
+        machine: machine(),
+        threads: rayon::current_num_threads(),
+        model,
+        dtype: dtype.as_str().to_string(),
+    }
+}
+
+/// The processor where the system names it, else what the program was built for.
+fn machine() -> String {
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = cpu
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    match name {
+        Some((_, name)) => name.to_string(),
+        None => format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
+    }
+}
+
+fn device(cpu: bool) -> Result<Device> {
+    if cpu {
+        Ok(Device::Cpu)
+    } else if cuda_is_available() {
+        Ok(Device::new_cuda(0)?)
+    } else if metal_is_available() {
+        Ok(Device::new_metal(0)?)
+    } else {
+        Ok(Device::Cpu)
+    }
+}

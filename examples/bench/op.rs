@@ -1,0 +1,169 @@
+//! Tests of attention alone, in the shape of a full-attention layer at decode.
+
+use crate::args::Args;
+use crate::measure::{interleave, Arm, Row};
+use anyhow::{bail, Result};
+use candle::{DType, Device, Tensor};
+use gem::attention::gpu::{Route, Tiling};
+use gem::attention::reference::{self, Visible};
+use gem::attention::sdpa;
+use gem::models::gemma4::{Config, LayerKind};
+use gem::AttentionD512;
+use std::time::Instant;
+
+/// Gemma's own is 1; with unit-normal inputs this one leaves a softmax that is not one-hot.
+const SCALE: f32 = 0.044_194_174;
+/// A sample runs the operator until it took so long, so that the clock and the threads do not matter.
+const LEAST_SECONDS: f64 = 20e-3;
+const MOST_CALLS: f64 = 2000.0;
+
+/// Heads of a full-attention layer.
+#[derive(Clone, Copy)]
+pub struct Heads {
+    pub q: usize,
+    pub kv: usize,
+}
+
+impl Heads {
+    pub fn of(config: &Config) -> Result<Self> {
+        let Some(layer) = config
+            .layers
+            .iter()
+            .find(|layer| layer.kind == LayerKind::Full)
+        else {
+            bail!("the model has no full-attention layer");
+        };
+        if layer.head_dim != gem::attention::HEAD_DIM {
+            bail!(
+                "full-attention layers have head_dim {}, the operator is for {}",
+                layer.head_dim,
+                gem::attention::HEAD_DIM
+            );
+        }
+        Ok(Self {
+            q: config.num_attention_heads,
+            kv: layer.num_key_value_heads,
+        })
+    }
+}
+
+/// Attention of one query row by what `name` stands for.
+enum Kernel {
+    Reference,
+    Sdpa,
+    Fused(AttentionD512),
+}
+
+impl Kernel {
+    fn named(name: &str) -> Result<Self> {
+        let fused = AttentionD512::new(SCALE);
+        let tiling = |tokens, heads, stage| {
+            Self::Fused(fused.route(Route::Fused(Tiling {
+                tokens,
+                heads,
+                stage,
+            })))
+        };
+        Ok(match name {
+            "reference" => Self::Reference,
+            "sdpa" => Self::Sdpa,
+            "fused" => Self::Fused(fused),
+            "fused-tile8" => tiling(8, 1, true),
+            "fused-heads2" => tiling(4, 2, true),
+            "fused-direct" => tiling(4, 1, false),
+            "fused-matrix" => Self::Fused(fused.route(Route::Matrix)),
+            "staged" => Self::Fused(fused.route(Route::Staged)),
+            other => match other.strip_prefix("fused-p").map(str::parse) {
+                Some(Ok(partitions)) => Self::Fused(fused.partitions(partitions)),
+                _ => bail!("no arm of the operator is called {other:?}, --help names them"),
+            },
+        })
+    }
+
+    fn run(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> candle::Result<Tensor> {
+        match self {
+            Self::Reference => reference::attention(q, k, v, SCALE, Visible::All),
+            Self::Sdpa => sdpa::attention(q, k, v, SCALE),
+            Self::Fused(op) => op.forward(q, k, v),
+        }
+    }
+}
+
+pub fn run(
+    args: &Args,
+    heads: Heads,
+    dtype: DType,
+    device: &Device,
+    progress: &dyn Fn(String),
+) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    let kernels = args
+        .attention
+        .iter()
+        .map(|name| Ok((name.clone(), Kernel::named(name)?)))
+        .collect::<Result<Vec<_>>>()?;
+    for (name, kernel) in &kernels {
+        if matches!(kernel, Kernel::Sdpa) {
+            sdpa::check_device(device)?;
+        }
+        if device.is_cpu() && GPU_ONLY.contains(&name.as_str()) {
+            bail!("{name}: not on this device, it names kernels of a GPU");
+        }
+    }
+    if args.len.contains(&0) {
+        bail!("--len is 0, want at least one key");
+    }
+    for &len in &args.len {
+        let random = |heads, len| {
+            Tensor::randn(0f32, 1.0, (1, heads, len, gem::attention::HEAD_DIM), device)?
+                .to_dtype(dtype)
+        };
+        let (q, k, v) = (
+            random(heads.q, 1)?,
+            random(heads.kv, len)?,
+            random(heads.kv, len)?,
+        );
+        let bytes = 2 * (k.elem_count() * dtype.size_in_bytes()) as u64;
+        let mut arms = Vec::new();
+        for (name, kernel) in &kernels {
+            let (q, k, v) = (&q, &k, &v);
+            let mut calls = 1;
+            arms.push(Arm {
+                name: name.clone(),
+                bytes: Some(bytes),
+                planned_bytes: bytes + 2 * (q.elem_count() * dtype.size_in_bytes()) as u64,
+                run: Box::new(move || {
+                    let start = Instant::now();
+                    for _ in 0..calls {
+                        std::hint::black_box(kernel.run(q, k, v)?);
+                    }
+                    device.synchronize()?;
+                    let once = start.elapsed().as_secs_f64() / calls as f64;
+                    // The first sample warms up and says how many calls the others make.
+                    if calls == 1 {
+                        calls = (LEAST_SECONDS / once).ceil().clamp(1.0, MOST_CALLS) as usize;
+                    }
+                    Ok(once)
+                }),
+            });
+        }
+        let step = |arm: &str| progress(format!("attention over {len} keys, {arm}"));
+        rows.extend(interleave(
+            "attention",
+            len,
+            1,
+            arms,
+            args.repetitions,
+            step,
+        )?);
+    }
+    Ok(rows)
+}
+
+const GPU_ONLY: [&str; 5] = [
+    "fused-tile8",
+    "fused-heads2",
+    "fused-direct",
+    "fused-matrix",
+    "staged",
+];
