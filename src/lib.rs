@@ -40,5 +40,6 @@
 pub mod attention;
 pub mod backend;
 pub mod models;
+pub mod projection;
 
 pub use attention::{attention_d512, AttentionD512, AttentionPartials};
