@@ -39,6 +39,7 @@
 
 pub mod attention;
 pub mod backend;
+mod cpu;
 pub mod models;
 pub mod projection;
 

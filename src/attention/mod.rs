@@ -21,7 +21,7 @@ use candle::{bail, CpuStorage, CudaStorage, CustomOp3, DType, Layout, MetalStora
 use candle::{Result, Shape, Tensor};
 use half::{bf16, f16};
 
-pub use cpu::CpuKernel;
+pub use crate::cpu::CpuKernel;
 pub use geometry::{AttentionGeometry, HEAD_DIM};
 pub use partial::AttentionPartials;
 use plan::{Partitions, ScratchBytes};

@@ -11,10 +11,10 @@ use std::arch::x86_64::*;
 use half::bf16;
 
 use super::body::{BlockHalves, Scores, BLOCK, TILE};
-use super::isa::Isa;
 use super::rows::{Addresses, Elements, Rows};
-use super::x86::Avx512;
 use crate::attention::geometry::HEAD_DIM;
+use crate::cpu::isa::Isa;
+use crate::cpu::x86::Avx512;
 
 /// As `body::scores`. Keys of another type than bf16 leave `out` as it is.
 ///

@@ -11,10 +11,10 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::exp::exp;
-use super::isa::{Element, Isa};
 use super::rows::{Addresses, Rows};
 use crate::attention::geometry::HEAD_DIM;
 use crate::attention::partial::EMPTY_MAX;
+use crate::cpu::isa::{Element, Isa};
 
 /// Query rows that a kernel call works on at once.
 pub(super) const BLOCK: usize = 8;

@@ -1,6 +1,6 @@
 //! `exp` for arguments that are not positive, which is all that an online softmax needs.
 
-use super::isa::Isa;
+use crate::cpu::isa::Isa;
 
 /// Below this `2^n` would be subnormal. `exp` is below 1.2e-38 there, and 0 is returned.
 const SMALLEST: f32 = -87.3;
@@ -39,8 +39,8 @@ pub(super) unsafe fn exp<I: Isa>(x: I::V) -> I::V {
 
 #[cfg(test)]
 mod tests {
-    use super::super::isa::Portable;
     use super::*;
+    use crate::cpu::isa::Portable;
 
     fn portable(x: f32) -> f32 {
         // SAFETY: Portable runs on every CPU and takes no pointer here.

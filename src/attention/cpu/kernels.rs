@@ -1,71 +1,20 @@
-//! One table of kernels per instruction set, and the choice between them.
+//! One table of kernels per instruction set.
 
-use candle::{bail, Result};
+use candle::Result;
 
 #[cfg(target_arch = "x86_64")]
 use super::bf16;
 use super::body::{self, Addend, BlockHalves, BlockRows, BlockState, Scores};
-use super::isa::{Isa, Order, Portable};
 use super::rows::{Addresses, Elements, Rows};
-#[cfg(target_arch = "x86_64")]
-use super::x86::{Avx2, Avx512};
 use crate::attention::geometry::HEAD_DIM;
-
-/// The instructions that the CPU executor may use.
-///
-/// Results agree within rounding between kernels and repeat bit for bit with one of them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum CpuKernel {
-    /// What the crate was compiled for: every CPU, SSE2 or NEON and up.
-    Portable,
-    /// x86-64 with AVX2, FMA and F16C.
-    Avx2,
-    /// x86-64 with AVX-512F, and what [`CpuKernel::Avx2`] needs.
-    Avx512,
-    /// x86-64 with AVX512_BF16 too, which serves bf16 queries on bf16 keys; the rest as [`CpuKernel::Avx512`].
-    Avx512Bf16,
-}
+use crate::cpu::isa::{Isa, Order, Portable};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::x86::{Avx2, Avx512};
+use crate::cpu::CpuKernel;
 
 impl CpuKernel {
-    /// From the slowest to the fastest.
-    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
-
-    /// The fastest one that this CPU can run.
-    pub fn best() -> Self {
-        Self::ALL
-            .into_iter()
-            .rfind(|kernel| kernel.is_available())
-            .unwrap_or(Self::Portable)
-    }
-
-    /// Whether this CPU can run it.
-    pub fn is_available(self) -> bool {
-        match self {
-            Self::Portable => true,
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => {
-                is_x86_feature_detected!("avx2")
-                    && is_x86_feature_detected!("fma")
-                    && is_x86_feature_detected!("f16c")
-            }
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => is_x86_feature_detected!("avx512f") && Self::Avx2.is_available(),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 => {
-                is_x86_feature_detected!("avx512bf16") && Self::Avx512.is_available()
-            }
-            #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 | Self::Avx512 | Self::Avx512Bf16 => false,
-        }
-    }
-
     pub(super) fn kernels(self) -> Result<Kernels> {
-        if !self.is_available() {
-            bail!(
-                "attention_d512: this CPU cannot run the {self:?} kernel, the best it has is {:?}",
-                Self::best()
-            );
-        }
+        self.check("attention_d512")?;
         Ok(match self {
             Self::Portable => portable::KERNELS,
             #[cfg(target_arch = "x86_64")]

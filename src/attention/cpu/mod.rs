@@ -7,13 +7,10 @@
 mod bf16;
 mod body;
 mod exp;
-mod isa;
 mod kernels;
 mod rows;
 mod scratch;
 mod tile;
-#[cfg(target_arch = "x86_64")]
-mod x86;
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -22,7 +19,6 @@ use candle::{bail, CpuStorage, Result};
 use rayon::prelude::*;
 
 use body::BlockState;
-pub use kernels::CpuKernel;
 use kernels::Kernels;
 use rows::Elements;
 use scratch::{Lines, Scratch};
@@ -32,6 +28,7 @@ use super::geometry::{AttentionGeometry, RowView, HEAD_DIM};
 use super::partial::finish_row;
 use super::plan::{Partitions, ROW_TILE};
 use super::store::Stored;
+use crate::cpu::CpuKernel;
 
 /// Tasks whose states are held at once. Bounds scratch whatever the query length, and is no function of the threads.
 const TASKS_AT_ONCE: usize = 128;

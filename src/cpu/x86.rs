@@ -8,7 +8,7 @@ use super::isa::Isa;
 
 /// Needs `avx2`, `fma` and `f16c`.
 #[derive(Clone, Copy)]
-pub(super) struct Avx2;
+pub(crate) struct Avx2;
 
 impl Isa for Avx2 {
     type V = __m256;
@@ -105,7 +105,7 @@ impl Isa for Avx2 {
 
 /// Needs `avx512f`.
 #[derive(Clone, Copy)]
-pub(super) struct Avx512;
+pub(crate) struct Avx512;
 
 impl Isa for Avx512 {
     type V = __m512;

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 /// Every method may only be called on a CPU that has the instructions its implementor is named for, from inside a
 /// function compiled for them (else the calls are not inlined); pointers must be valid for `W` elements (`store_sums`:
 /// for 4, `load_bf16_pairs`: for `2 * W`). `prefetch` takes any address.
-pub(super) trait Isa: Copy {
+pub(crate) trait Isa: Copy {
     type V: Copy;
     const W: usize;
 
@@ -38,7 +38,7 @@ pub(super) trait Isa: Copy {
 }
 
 /// A stored element type of K and V.
-pub(super) trait Element: Copy + 'static {
+pub(crate) trait Element: Copy + 'static {
     /// `2 * W` elements, in the [`Order`] of the type.
     ///
     /// # Safety
@@ -71,7 +71,7 @@ impl Element for bf16 {
 /// The order in which kernels see the elements of a row: as they are, or each group of `2 * W` with its even elements
 /// before its odd ones. Queries are brought into the order of K, numerators come out in the order of V.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Order {
+pub(crate) enum Order {
     Plain,
     Pairs { lanes: usize },
 }
@@ -123,7 +123,7 @@ fn regroup<const W: usize, const G: usize>(
 
 /// Plain arrays, which LLVM turns into whatever vectors the target has.
 #[derive(Clone, Copy)]
-pub(super) struct Portable;
+pub(crate) struct Portable;
 
 macro_rules! lanes {
     (|$i:ident| $e:expr) => {{
