@@ -42,5 +42,7 @@ pub mod backend;
 mod cpu;
 pub mod models;
 pub mod projection;
+pub mod qsa;
 
 pub use attention::{attention_d512, AttentionD512, AttentionPartials};
+pub use projection::FusedProjection;

@@ -37,8 +37,10 @@ pub(crate) trait Isa: Copy {
     unsafe fn prefetch(p: *const u8);
 }
 
-/// A stored element type of K and V.
+/// A stored element type.
 pub(crate) trait Element: Copy + 'static {
+    const ZERO: Self;
+
     /// `2 * W` elements, in the [`Order`] of the type.
     ///
     /// # Safety
@@ -48,6 +50,8 @@ pub(crate) trait Element: Copy + 'static {
 }
 
 impl Element for f32 {
+    const ZERO: Self = 0.0;
+
     #[inline(always)]
     unsafe fn load2<I: Isa>(p: *const Self) -> [I::V; 2] {
         [I::load(p), I::load(p.add(I::W))]
@@ -55,6 +59,8 @@ impl Element for f32 {
 }
 
 impl Element for f16 {
+    const ZERO: Self = f16::ZERO;
+
     #[inline(always)]
     unsafe fn load2<I: Isa>(p: *const Self) -> [I::V; 2] {
         [I::load_f16(p), I::load_f16(p.add(I::W))]
@@ -62,6 +68,8 @@ impl Element for f16 {
 }
 
 impl Element for bf16 {
+    const ZERO: Self = bf16::ZERO;
+
     #[inline(always)]
     unsafe fn load2<I: Isa>(p: *const Self) -> [I::V; 2] {
         I::load_bf16_pairs(p)

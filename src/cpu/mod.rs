@@ -1,6 +1,7 @@
 //! What the CPU executors share: the choice of instructions, and vectors of them.
 
 pub(crate) mod isa;
+pub(crate) mod lines;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod x86;
 

@@ -3,7 +3,7 @@
 //! This is the only place that reads a [`Layout`] or a [`DType`] of a projection input and the only one that refuses a
 //! shape. Executors of every device obey the result and hold no shape arithmetic beyond indexing.
 
-use candle::{bail, DType, Layout, Result, Tensor};
+use candle::{bail, DType, Layout, Result, Shape, Tensor};
 
 /// Where the rows of a matrix lie: a row is neighbouring elements, rows are one stride apart.
 ///
@@ -147,6 +147,65 @@ impl ProjectionGeometry {
         let x = MatrixView::new(op, "xs", xs_dtype, xs)?;
         Ok(Self { m, k, n, x, w })
     }
+
+    /// `(.., rows)` for xs `(.., hidden)`.
+    pub fn result_shape(&self, xs: &Layout) -> Shape {
+        let rows = xs.dims().split_last().map_or(&[][..], |(_, rows)| rows);
+        Shape::from([rows, &[self.n]].concat())
+    }
+}
+
+/// Checks what is to be packed: the rows of each block, and the hidden size.
+pub(super) fn check_blocks(op: &str, blocks: &[(&str, &Tensor)]) -> Result<(Vec<usize>, usize)> {
+    let Some((like_name, like)) = blocks.first() else {
+        bail!("{op}: got no blocks, want at least one");
+    };
+    let mut rows = Vec::with_capacity(blocks.len());
+    let mut hidden = 0;
+    for (i, (name, block)) in blocks.iter().enumerate() {
+        if name.is_empty() {
+            bail!("{op}: block {i} has no name");
+        }
+        if blocks[..i].iter().any(|(other, _)| other == name) {
+            bail!("{op}: two blocks are named {name:?}, want a name for each");
+        }
+        let shape = block.dims();
+        let [n, k] = *shape else {
+            bail!("{op}: block {name:?} has shape {shape:?}, want (rows, hidden)");
+        };
+        if n == 0 || k == 0 {
+            bail!("{op}: block {name:?} of shape {shape:?} is empty");
+        }
+        if i == 0 {
+            hidden = k;
+        }
+        if k != hidden {
+            bail!("{op}: block {name:?} has shape {shape:?}, want (rows, {hidden}) as block {like_name:?}");
+        }
+        rows.push(n);
+        let dtype = block.dtype();
+        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+            bail!("{op}: block {name:?} has dtype {dtype:?}, want f32, f16 or bf16");
+        }
+        if dtype != like.dtype() {
+            bail!(
+                "{op}: block {name:?} has dtype {dtype:?}, want {:?} as block {like_name:?}",
+                like.dtype()
+            );
+        }
+        if !block.device().same_device(like.device()) {
+            bail!(
+                "{op}: block {name:?} is on {:?}, want {:?} as block {like_name:?}",
+                block.device().location(),
+                like.device().location()
+            );
+        }
+        // A copy has no gradient, and nobody would notice.
+        if block.track_op() {
+            bail!("{op}: block {name:?} is being trained, there is no backward pass, want it detached");
+        }
+    }
+    Ok((rows, hidden))
 }
 
 #[cfg(test)]

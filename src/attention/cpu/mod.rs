@@ -21,13 +21,14 @@ use rayon::prelude::*;
 use body::BlockState;
 use kernels::Kernels;
 use rows::Elements;
-use scratch::{Lines, Scratch};
+use scratch::Scratch;
 use tile::{attend, state_of, RowTile, Work};
 
 use super::geometry::{AttentionGeometry, RowView, HEAD_DIM};
 use super::partial::finish_row;
 use super::plan::{Partitions, ROW_TILE};
 use super::store::Stored;
+use crate::cpu::lines::Lines;
 use crate::cpu::CpuKernel;
 
 /// Tasks whose states are held at once. Bounds scratch whatever the query length, and is no function of the threads.

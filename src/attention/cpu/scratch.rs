@@ -2,34 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-/// f32 values that start on a cache line.
-pub(super) struct Lines {
-    values: Vec<f32>,
-    start: usize,
-    len: usize,
-}
-
-impl Lines {
-    pub fn zeros(len: usize) -> Self {
-        let values = vec![0f32; len + 15];
-        let start = values.as_ptr().align_offset(64).min(15);
-        Self { values, start, len }
-    }
-}
-
-impl std::ops::Deref for Lines {
-    type Target = [f32];
-
-    fn deref(&self) -> &[f32] {
-        &self.values[self.start..self.start + self.len]
-    }
-}
-
-impl std::ops::DerefMut for Lines {
-    fn deref_mut(&mut self) -> &mut [f32] {
-        &mut self.values[self.start..self.start + self.len]
-    }
-}
+use crate::cpu::lines::Lines;
 
 /// Numerators of one call, with whatever an earlier call left in them.
 ///
@@ -49,7 +22,7 @@ impl Scratch {
     pub fn take(len: usize) -> Self {
         let kept = POOL.lock().unwrap_or_else(PoisonError::into_inner).pop();
         match kept {
-            Some(lines) if lines.len >= len => Self(lines),
+            Some(lines) if lines.len() >= len => Self(lines),
             _ => Self(Lines::zeros(len)),
         }
     }
@@ -59,7 +32,7 @@ impl Drop for Scratch {
     fn drop(&mut self) {
         let lines = std::mem::replace(&mut self.0, Lines::zeros(0));
         let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
-        if lines.len <= KEPT_LEN && pool.len() < KEPT {
+        if lines.len() <= KEPT_LEN && pool.len() < KEPT {
             pool.push(lines);
         }
     }

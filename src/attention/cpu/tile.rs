@@ -7,9 +7,9 @@ use half::bf16;
 use super::body::{Addend, BlockRows, BlockState, Part, Scores, BLOCK, TILE};
 use super::kernels::{Kernels, Queries};
 use super::rows::{Elements, Rows};
-use super::scratch::Lines;
 use crate::attention::geometry::HEAD_DIM;
 use crate::attention::plan::ROW_TILE;
+use crate::cpu::lines::Lines;
 
 /// Query rows that share their KV head.
 pub(super) struct RowTile {

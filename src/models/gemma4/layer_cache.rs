@@ -6,7 +6,8 @@
 
 use super::config::LayerKind;
 use crate::attention::reference::Visible;
-use candle::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
+use crate::cpu::lines::zeros_on_a_line;
+use candle::{bail, Result, Tensor};
 
 /// Buffers grow to a multiple of so many rows.
 const GROWTH_ROWS: usize = 256;
@@ -317,25 +318,4 @@ impl Rows {
             visible,
         })
     }
-}
-
-/// Zeros that start on a cache line. candle's own allocations start 16 bytes into one, so that each vector load of f32 rows
-/// on the CPU touches two; half types do not gain (docs/performance.md).
-fn zeros_on_a_line(
-    shape: (usize, usize, usize, usize),
-    dtype: DType,
-    device: &Device,
-) -> Result<Tensor> {
-    const LINE: usize = 64;
-    if !device.is_cpu() || dtype != DType::F32 {
-        return Tensor::zeros(shape, dtype, device);
-    }
-    let elements = Shape::from(shape).elem_count();
-    let slack = LINE / dtype.size_in_bytes() - 1;
-    let buffer = Tensor::zeros(elements + slack, dtype, device)?;
-    let skip = match &*buffer.storage_and_layout().0 {
-        Storage::Cpu(CpuStorage::F32(values)) => values.as_ptr().align_offset(LINE).min(slack),
-        _ => 0,
-    };
-    buffer.narrow(0, skip, elements)?.reshape(shape)
 }
