@@ -142,7 +142,12 @@ impl ProjectionGeometry {
         }
         let w = MatrixView::new(op, "the weight", w_dtype, w)?;
         if xs_dtype != w_dtype && xs_dtype != DType::F32 {
-            bail!("{op}: xs has dtype {xs_dtype:?}, want that of the weight, {w_dtype:?}, or F32");
+            let or_f32 = if w_dtype == DType::F32 {
+                ""
+            } else {
+                ", or F32"
+            };
+            bail!("{op}: xs has dtype {xs_dtype:?}, want {w_dtype:?} as the weight{or_f32}");
         }
         let x = MatrixView::new(op, "xs", xs_dtype, xs)?;
         Ok(Self { m, k, n, x, w })

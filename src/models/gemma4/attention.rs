@@ -1,10 +1,13 @@
 //! One attention layer: projections, norms, rotary embedding, cache, and the path that the cache asks for.
+//!
+//! The weights of q, k and v are held once, packed: the fused path multiplies them as one, the reference path block by block.
 
 use super::config::{Config, LayerConfig, LayerKind};
 use super::layer_cache::LayerCache;
 use super::norm::RmsNorm;
 use super::path::AttentionPath;
 use crate::attention::reference;
+use crate::projection::FusedProjection;
 use candle::{DType, Module, Result, Tensor};
 use candle_nn::{linear_no_bias, Linear, VarBuilder};
 
@@ -13,6 +16,8 @@ const SOFTMAX_SCALE: f32 = 1.0;
 
 #[derive(Debug, Clone)]
 pub(super) struct Attention {
+    qkv: FusedProjection,
+    /// The same rows of the same memory.
     q_proj: Linear,
     k_proj: Linear,
     /// `None`: the values are the raw output of `k_proj`.
@@ -32,14 +37,26 @@ impl Attention {
             config.num_attention_heads * d,
             layer.num_key_value_heads * d,
         );
-        let v_proj = match layer.value_is_key {
-            true => None,
-            false => Some(linear_no_bias(hidden, kv_rows, vb.pp("v_proj"))?),
+        let read = |name, rows| vb.pp(name).get((rows, hidden), "weight");
+        let qkv = {
+            let (q, k) = (read("q_proj", q_rows)?, read("k_proj", kv_rows)?);
+            match layer.value_is_key {
+                true => FusedProjection::pack(&[("q", &q), ("k", &k)])?,
+                false => {
+                    let v = read("v_proj", kv_rows)?;
+                    FusedProjection::pack(&[("q", &q), ("k", &k), ("v", &v)])?
+                }
+            }
         };
+        let linear = |name| Ok(Linear::new(qkv.block(name)?, None));
         Ok(Self {
-            q_proj: linear_no_bias(hidden, q_rows, vb.pp("q_proj"))?,
-            k_proj: linear_no_bias(hidden, kv_rows, vb.pp("k_proj"))?,
-            v_proj,
+            q_proj: linear("q")?,
+            k_proj: linear("k")?,
+            v_proj: match layer.value_is_key {
+                true => None,
+                false => Some(linear("v")?),
+            },
+            qkv,
             o_proj: linear_no_bias(q_rows, hidden, vb.pp("o_proj"))?,
             q_norm: RmsNorm::load(d, eps, &vb.pp("q_norm"))?,
             k_norm: RmsNorm::load(d, eps, &vb.pp("k_norm"))?,
@@ -60,14 +77,12 @@ impl Attention {
         let (batch, tokens, _) = xs.dims3()?;
         // Norms and rotation are f32; each of q, k and v is rounded to the type of the weights once.
         let rotated = |x: &Tensor| candle_nn::rotary_emb::rope(x, cos, sin)?.to_dtype(xs.dtype());
-        let q = self
-            .q_norm
-            .forward(&self.heads(&self.q_proj.forward(xs)?)?)?;
-        let q = rotated(&by_head(&q)?)?;
-        let k_raw = self.heads(&self.k_proj.forward(xs)?)?;
+        let (q, k, v) = self.projected(xs, path)?;
+        let q = rotated(&by_head(&self.q_norm.forward(&self.heads(&q)?)?)?)?;
+        let k_raw = self.heads(&k)?;
         let k = rotated(&by_head(&self.k_norm.forward(&k_raw)?)?)?;
-        let v_raw = match &self.v_proj {
-            Some(v_proj) => self.heads(&v_proj.forward(xs)?)?,
+        let v_raw = match v {
+            Some(v) => self.heads(&v)?,
             None => k_raw,
         };
         let v = by_head(&self.v_norm.forward(&v_raw)?)?.to_dtype(xs.dtype())?;
@@ -81,6 +96,21 @@ impl Attention {
         };
         let out = out.transpose(1, 2)?.reshape((batch, tokens, ()))?;
         self.o_proj.forward(&out)
+    }
+
+    /// Raw q, k and v, `(batch, tokens, heads * head_dim)`: in the type of the weights on plain ops, f32 from one product.
+    fn projected(
+        &self,
+        xs: &Tensor,
+        path: AttentionPath,
+    ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
+        if path == AttentionPath::Reference {
+            let v = self.v_proj.as_ref().map(|v| v.forward(xs)).transpose()?;
+            return Ok((self.q_proj.forward(xs)?, self.k_proj.forward(xs)?, v));
+        }
+        let results = self.qkv.forward(xs)?;
+        let v = self.v_proj.as_ref().map(|_| results.get("v")).transpose()?;
+        Ok((results.get("q")?, results.get("k")?, v))
     }
 
     /// `(batch, tokens, heads * head_dim)` as f32 `(batch, tokens, heads, head_dim)`.

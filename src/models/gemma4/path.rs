@@ -1,4 +1,4 @@
-//! Which ops a full-attention layer runs on.
+//! Which ops attention layers run on.
 
 use super::config::{Config, LayerKind};
 use candle::{bail, Result};
@@ -6,9 +6,13 @@ use candle::{bail, Result};
 /// Which ops attention runs on; chosen per [`Cache`](super::Cache), so both can run in one process on the same weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionPath {
-    /// Plain candle ops everywhere: [`crate::attention::reference`].
+    /// Plain candle ops everywhere: a product each for q, k and v, and [`crate::attention::reference`].
     Reference,
-    /// [`crate::attention_d512`] in full layers, for prompts and single tokens alike; plain ops in sliding layers.
+    /// In every layer one [`FusedProjection`](crate::FusedProjection) for q, k and v; in full layers
+    /// [`crate::attention_d512`], for prompts and single tokens alike, in sliding layers [`crate::attention::reference`].
+    ///
+    /// With half-precision weights q, k and v are f32 until they are normed and rotated, where the reference path rounds
+    /// them once more.
     Fused,
 }
 
