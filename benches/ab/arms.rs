@@ -1,8 +1,8 @@
-//! What is compared. An arm runs `n` times and returns the seconds of one.
+//! What is compared.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{bail, Context, Result};
 use candle::{DType, Device, Tensor};
@@ -10,6 +10,9 @@ use gem::attention::reference::{self, Visible};
 use gem::attention::CpuKernel;
 use gem::AttentionD512;
 use rayon::prelude::*;
+
+use crate::read::read;
+use crate::samples::{timed, Run};
 
 /// Gemma 4 has 1.0; with unit-normal inputs this one leaves a softmax that is not one-hot.
 const SCALE: f32 = 0.044_194_174;
@@ -58,8 +61,6 @@ impl Inputs {
         })
     }
 }
-
-pub type Run = Box<dyn FnMut(usize) -> Result<f64>>;
 
 pub fn arm(name: &str, inputs: &Inputs, python: &str) -> Result<Run> {
     let (q, k, v) = (inputs.q.clone(), inputs.k.clone(), inputs.v.clone());
@@ -115,39 +116,6 @@ fn aligned(t: &Tensor) -> Result<Tensor> {
     Ok(buffer
         .narrow(0, offset, t.elem_count())?
         .reshape(t.shape())?)
-}
-
-fn timed<T>(mut f: impl FnMut() -> Result<T> + 'static) -> Run {
-    Box::new(move |n| {
-        let start = Instant::now();
-        for _ in 0..n {
-            std::hint::black_box(f()?);
-        }
-        Ok(start.elapsed().as_secs_f64() / n as f64)
-    })
-}
-
-/// Reads every byte once, on all threads: the least time that any attention over `t` can take.
-fn read(t: &Tensor) -> Result<()> {
-    fn sum<T: Sync>(values: &[T]) -> u64 {
-        values
-            .par_chunks(64 * 1024)
-            .map(|chunk| {
-                // SAFETY: the elements are plain numbers, and align_to only hands out whole words inside the chunk.
-                let (_, words, _) = unsafe { chunk.align_to::<u64>() };
-                words.iter().fold(0u64, |sum, word| sum.wrapping_add(*word))
-            })
-            .reduce(|| 0, u64::wrapping_add)
-    }
-    let (storage, _) = t.storage_and_layout();
-    let total = match &*storage {
-        candle::Storage::Cpu(candle::CpuStorage::F32(s)) => sum(s),
-        candle::Storage::Cpu(candle::CpuStorage::F16(s)) => sum(s),
-        candle::Storage::Cpu(candle::CpuStorage::BF16(s)) => sum(s),
-        _ => bail!("limit: no f32, f16 or bf16 tensor on the CPU"),
-    };
-    std::hint::black_box(total);
-    Ok(())
 }
 
 /// Does nothing but as many f32 multiply-adds as a decode needs, on all threads, out of registers.

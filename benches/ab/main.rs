@@ -6,14 +6,17 @@
 
 mod arms;
 mod plot;
+mod quantiles;
+mod read;
 mod report;
 mod samples;
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result};
 use candle::DType;
 use clap::Parser;
 
-use report::{Arm, Case, Receipt};
+use report::{Case, Receipt};
+use samples::Arm;
 
 #[derive(Parser, Debug)]
 #[command(about = "Compares attention at head_dim 512 between arms, in interleaved rounds")]
@@ -65,9 +68,7 @@ fn main() -> Result<()> {
         return plot::draw(&receipts, folder);
     }
     if !args.bench {
-        check_statistics()?;
-        println!("ab: medians and quartiles are right");
-        return Ok(());
+        return samples::check_statistics();
     }
     let mut receipt = Receipt::new();
     println!("{}", report::HEADER);
@@ -99,29 +100,12 @@ fn measure(args: &Args, dtype: &str, len: usize) -> Result<Case> {
         kv_len: len,
     };
     let inputs = arms::Inputs::new(shape)?;
-    let mut runs = args
-        .arms
-        .iter()
-        .map(|name| arms::arm(name, &inputs, &args.python).with_context(|| format!("arm {name}")))
-        .collect::<Result<Vec<_>>>()?;
-    // A sample is long enough for the clock and for rayon to be awake, whatever the size.
-    let mut repeats = Vec::new();
-    for run in &mut runs {
-        run(1)?;
-        let once = run(1)?;
-        repeats.push((20e-3 / once).ceil().clamp(1.0, 2000.0) as usize);
+    let mut runs = Vec::new();
+    for name in &args.arms {
+        let run = arms::arm(name, &inputs, &args.python).with_context(|| format!("arm {name}"))?;
+        runs.push((Arm::new(name), run));
     }
-    let mut arms: Vec<Arm> = args.arms.iter().map(|name| Arm::new(name)).collect();
-    for round in 0..args.rounds {
-        let mut order: Vec<usize> = (0..runs.len()).collect();
-        if round % 2 == 1 {
-            order.reverse();
-        }
-        for i in order {
-            let ms = runs[i](repeats[i])? * 1e3;
-            arms[i].ms.push(ms);
-        }
-    }
+    samples::interleave(&mut runs, args.rounds, 20e-3)?;
     Ok(Case {
         dtype: dtype.to_string(),
         batch: shape.batch,
@@ -130,40 +114,6 @@ fn measure(args: &Args, dtype: &str, len: usize) -> Result<Case> {
         q_len: shape.q_len,
         kv_len: shape.kv_len,
         kv_bytes: shape.kv_bytes(),
-        arms,
+        arms: runs.into_iter().map(|(arm, _)| arm).collect(),
     })
-}
-
-/// Samples whose quantiles are known.
-fn check_statistics() -> Result<()> {
-    // Samples, their first quartile, median and third quartile.
-    type Known = (&'static [f64], [f64; 3]);
-    let samples_with_quartiles: [Known; 5] = [
-        (&[7.0], [7.0, 7.0, 7.0]),
-        (&[4.0, 2.0], [2.5, 3.0, 3.5]),
-        (&[5.0, 1.0, 3.0], [2.0, 3.0, 4.0]),
-        (&[8.0, 2.0, 4.0, 1.0], [1.75, 3.0, 5.0]),
-        (&[5.0, 4.0, 3.0, 2.0, 1.0], [2.0, 3.0, 4.0]),
-    ];
-    for (known, want) in samples_with_quartiles {
-        let got = [0.25, 0.5, 0.75].map(|at| samples::quantile(known, at));
-        ensure!(
-            got == want,
-            "quartiles of {known:?}: {got:?}, want {want:?}"
-        );
-        ensure!(
-            samples::median(known) == want[1],
-            "median of {known:?}: {}",
-            samples::median(known)
-        );
-        let ends = [samples::quantile(known, 0.0), samples::quantile(known, 1.0)];
-        let least = known.iter().copied().fold(f64::INFINITY, f64::min);
-        let most = known.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        ensure!(ends == [least, most], "ends of {known:?}: {ends:?}");
-    }
-    ensure!(
-        samples::median(&[]).is_nan(),
-        "the median of no samples is no NaN"
-    );
-    Ok(())
 }

@@ -1,12 +1,11 @@
-//! Samples, the table printed from them and the JSON that keeps them.
+//! Cases, the table printed from them and the JSON that keeps them.
 
 use std::path::Path;
-use std::process::Command;
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::samples;
+use crate::samples::{Arm, Origin};
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -32,27 +31,6 @@ pub struct Case {
     pub arms: Vec<Arm>,
 }
 
-#[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Arm {
-    pub name: String,
-    /// Milliseconds of one run, one sample per round.
-    pub ms: Vec<f64>,
-}
-
-impl Arm {
-    pub fn new(name: &str) -> Self {
-        Self {
-            name: name.to_string(),
-            ms: Vec::new(),
-        }
-    }
-
-    pub fn median(&self) -> f64 {
-        samples::median(&self.ms)
-    }
-}
-
 pub const HEADER: &str = "\
 | dtype | q_len | keys | arm | median ms | least ms | ± % | GB/s of K+V | x limit | x fused |
 |---|---:|---:|---|---:|---:|---:|---:|---:|---:|";
@@ -62,10 +40,9 @@ impl Case {
         self.arms.iter().find(|arm| arm.name == name)
     }
 
-    /// The median over rounds.
+    /// [`Arm::ratio`], if the other arm ran.
     pub fn ratio(&self, arm: &Arm, to: &str) -> Option<f64> {
-        let ratios = samples::ratios(&arm.ms, &self.arm(to)?.ms);
-        Some(samples::median(&ratios))
+        Some(arm.ratio(self.arm(to)?))
     }
 
     pub fn print(&self) {
@@ -81,8 +58,8 @@ impl Case {
                 self.kv_len,
                 arm.name,
                 arm.median(),
-                samples::quantile(&arm.ms, 0.0),
-                100.0 * samples::spread(&arm.ms),
+                arm.quantile(0.0),
+                100.0 * arm.spread(),
                 self.kv_bytes as f64 / arm.median() / 1e6,
                 ratio("limit"),
                 ratio("fused"),
@@ -93,39 +70,13 @@ impl Case {
 
 impl Receipt {
     pub fn new() -> Self {
-        let say = |program: &str, args: &[&str]| {
-            let output = Command::new(program).args(args).output().ok();
-            output
-                .and_then(|o| String::from_utf8(o.stdout).ok())
-                .map(|s| s.trim().to_string())
-                .unwrap_or_default()
-        };
-        let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        let field = |name: &str| {
-            cpu.lines()
-                .find(|line| line.starts_with(name))
-                .and_then(|line| line.split(": ").nth(1))
-                .unwrap_or("?")
-        };
-        let command = std::env::args().skip(1).filter(|arg| arg != "--bench");
-        let folderless = |arg: String| match arg.rsplit_once('/') {
-            Some((_, last)) => last.to_string(),
-            None => arg,
-        };
+        let origin = Origin::of("ab");
         Self {
-            machine: format!(
-                "{} (family {} model {})",
-                field("model name"),
-                field("cpu family"),
-                field("model\t")
-            ),
-            threads: rayon::current_num_threads(),
-            commit: say("git", &["describe", "--always", "--dirty"]),
-            date: say("date", &["-u", "+%Y-%m-%d"]),
-            command: format!(
-                "cargo bench --bench ab -- {}",
-                command.map(folderless).collect::<Vec<_>>().join(" ")
-            ),
+            machine: origin.machine,
+            threads: origin.threads,
+            commit: origin.commit,
+            date: origin.date,
+            command: origin.command,
             cases: Vec::new(),
         }
     }

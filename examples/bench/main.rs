@@ -10,9 +10,9 @@ mod memory;
 mod model;
 mod op;
 mod plot;
+#[path = "../../benches/ab/quantiles.rs"]
+mod quantiles;
 mod report;
-#[path = "../../benches/ab/samples.rs"]
-mod samples;
 mod synthetic;
 
 use anyhow::Result;

@@ -1,6 +1,6 @@
 //! One test on several arms, in turn.
 
-use crate::samples;
+use crate::quantiles;
 use anyhow::Result;
 use serde::Serialize;
 
@@ -44,17 +44,17 @@ impl Row {
     }
 
     pub fn median_ms(&self) -> f64 {
-        samples::median(&self.seconds) * 1e3
+        quantiles::median(&self.seconds) * 1e3
     }
 
     pub fn spread(&self) -> f64 {
-        samples::spread(&self.seconds)
+        quantiles::spread(&self.seconds)
     }
 
     /// Gigabytes a second of what must be read.
     pub fn gigabytes_per_second(&self) -> Option<f64> {
         let bytes = self.bytes? as f64 * self.tokens as f64;
-        Some(bytes / samples::median(&self.seconds) / 1e9)
+        Some(bytes / quantiles::median(&self.seconds) / 1e9)
     }
 }
 
@@ -92,7 +92,7 @@ pub fn interleave(
     }
     let first = seconds[0].clone();
     let rows = arms.into_iter().zip(seconds).map(|(arm, seconds)| {
-        let ratios = samples::ratios(&seconds, &first);
+        let ratios = quantiles::ratios(&seconds, &first);
         Row {
             test: test.to_string(),
             context,
@@ -100,8 +100,8 @@ pub fn interleave(
             tokens,
             bytes: arm.bytes,
             planned_bytes: arm.planned_bytes,
-            ratio: samples::median(&ratios),
-            ratio_spread: samples::spread(&ratios),
+            ratio: quantiles::median(&ratios),
+            ratio_spread: quantiles::spread(&ratios),
             seconds,
         }
     });

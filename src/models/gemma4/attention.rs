@@ -17,11 +17,8 @@ const SOFTMAX_SCALE: f32 = 1.0;
 #[derive(Debug, Clone)]
 pub(super) struct Attention {
     qkv: FusedProjection,
-    /// The same rows of the same memory.
-    q_proj: Linear,
-    k_proj: Linear,
-    /// `None`: the values are the raw output of `k_proj`.
-    v_proj: Option<Linear>,
+    /// The values are the raw output of `k`.
+    value_is_key: bool,
     o_proj: Linear,
     q_norm: RmsNorm,
     k_norm: RmsNorm,
@@ -48,15 +45,9 @@ impl Attention {
                 }
             }
         };
-        let linear = |name| Ok(Linear::new(qkv.block(name)?, None));
         Ok(Self {
-            q_proj: linear("q")?,
-            k_proj: linear("k")?,
-            v_proj: match layer.value_is_key {
-                true => None,
-                false => Some(linear("v")?),
-            },
             qkv,
+            value_is_key: layer.value_is_key,
             o_proj: linear_no_bias(q_rows, hidden, vb.pp("o_proj"))?,
             q_norm: RmsNorm::load(d, eps, &vb.pp("q_norm"))?,
             k_norm: RmsNorm::load(d, eps, &vb.pp("k_norm"))?,
@@ -104,13 +95,19 @@ impl Attention {
         xs: &Tensor,
         path: AttentionPath,
     ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
-        if path == AttentionPath::Reference {
-            let v = self.v_proj.as_ref().map(|v| v.forward(xs)).transpose()?;
-            return Ok((self.q_proj.forward(xs)?, self.k_proj.forward(xs)?, v));
-        }
-        let results = self.qkv.forward(xs)?;
-        let v = self.v_proj.as_ref().map(|_| results.get("v")).transpose()?;
-        Ok((results.get("q")?, results.get("k")?, v))
+        let results = match path {
+            AttentionPath::Reference => None,
+            AttentionPath::Fused => Some(self.qkv.forward(xs)?),
+        };
+        let part = |name| match &results {
+            None => Linear::new(self.qkv.block(name)?, None).forward(xs),
+            Some(results) => results.get(name),
+        };
+        let v = match self.value_is_key {
+            true => None,
+            false => Some(part("v")?),
+        };
+        Ok((part("q")?, part("k")?, v))
     }
 
     /// `(batch, tokens, heads * head_dim)` as f32 `(batch, tokens, heads, head_dim)`.
