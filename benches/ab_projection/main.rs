@@ -90,8 +90,8 @@ fn main() -> Result<()> {
         origin: Origin::of("ab_projection"),
         cases: Vec::new(),
     };
-    println!("| dtype | rows | blocks | hidden | arm | median ms | quartiles | GB/s | GFLOP/s | x limit | x fused |");
-    println!("|---|---:|---|---:|---|---:|---|---:|---:|---:|---:|");
+    println!("| dtype | rows | blocks | hidden | arm | median ms | least ms | ± % | GB/s | GFLOP/s | x limit | x fused |");
+    println!("|---|---:|---|---:|---|---:|---:|---:|---:|---:|---:|---:|");
     for dtype in &args.dtype {
         for blocks in &args.blocks {
             for rows in &args.rows {
@@ -216,15 +216,15 @@ impl Case {
             };
             let elements = bytes / if self.dtype == "f32" { 4.0 } else { 2.0 };
             println!(
-                "| {} | {} | {} | {} | {} | {:.4} | {:.4} - {:.4} | {:.1} | {:.1} | {} | {} |",
+                "| {} | {} | {} | {} | {} | {:.4} | {:.4} | {:.1} | {:.1} | {:.1} | {} | {} |",
                 self.dtype,
                 self.rows,
                 self.blocks,
                 self.hidden,
                 arm.name,
                 arm.median(),
-                arm.quantile(0.25),
-                arm.quantile(0.75),
+                arm.quantile(0.0),
+                100.0 * arm.spread(),
                 bytes / arm.median() / 1e6,
                 2.0 * self.rows as f64 * elements / arm.median() / 1e6,
                 ratio("limit"),
