@@ -31,8 +31,9 @@ const COLUMN_STEP: usize = 24;
 /// Rows of x of one task.
 const TASK_ROWS: usize = 256;
 
-/// Multiply-adds that one core does in the time that waking the others takes, about 30 us.
+/// Multiply-adds that one core does in the time that waking the others takes, about 30 us, and bytes that it reads.
 const SERIAL_WORK: usize = 1 << 21;
+const SERIAL_BYTES: usize = 1 << 20;
 
 #[derive(Clone, Copy)]
 pub(super) enum Elements<'a> {
@@ -92,8 +93,10 @@ pub(super) fn forward(
     let kernels = Kernels::new(kernel, op)?;
     let x = Elements::new(op, "xs", x, &g.x)?;
     let w = Elements::new(op, "the weight", w, &g.w)?;
-    let serial = g.m.saturating_mul(g.n).saturating_mul(g.k) < SERIAL_WORK
-        || rayon::current_num_threads() == 1;
+    let weights = g.n.saturating_mul(g.k);
+    let little = weights.saturating_mul(g.m) < SERIAL_WORK
+        && weights.saturating_mul(g.w.dtype.size_in_bytes()) < SERIAL_BYTES;
+    let serial = little || rayon::current_num_threads() == 1;
     let mut y = vec![0f32; g.m * g.n];
     let out = Out(y.as_mut_ptr());
     let order = match (x, w) {
