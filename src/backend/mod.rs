@@ -1,5 +1,6 @@
 //! What a GPU is asked to do, as data, and what does it.
 
+pub(crate) mod limits;
 #[cfg(feature = "metal")]
 pub mod metal;
 pub mod params;

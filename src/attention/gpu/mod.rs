@@ -4,6 +4,7 @@ pub mod states;
 
 use super::geometry::{AttentionGeometry, RowView, HEAD_DIM};
 use super::plan::Partitions;
+use crate::backend::limits::{check_grid, narrow};
 use crate::backend::params::{type_number, GemAttention, GemRows};
 use crate::backend::plan::{Binding, Output, Pass, Plan, Slot, Source};
 use candle::{bail, DType, Result};
@@ -186,11 +187,11 @@ impl Sizes {
     fn new(g: &AttentionGeometry, partitions: &Partitions) -> Result<Self> {
         let all_rows = g.batch * g.q_heads * g.q_len;
         Ok(Self {
-            partitions: narrow("partitions", partitions.count())?,
-            batch_heads: narrow("batch * kv_heads", g.batch * g.kv_heads)?,
-            rows: narrow("group * q_len", g.rows_per_kv_head())?,
-            all_rows: narrow("batch * q_heads * q_len", all_rows)?,
-            kv_len: narrow("kv_len", g.kv_len)?,
+            partitions: narrow(OP, "partitions", partitions.count())?,
+            batch_heads: narrow(OP, "batch * kv_heads", g.batch * g.kv_heads)?,
+            rows: narrow(OP, "group * q_len", g.rows_per_kv_head())?,
+            all_rows: narrow(OP, "batch * q_heads * q_len", all_rows)?,
+            kv_len: narrow(OP, "kv_len", g.kv_len)?,
             element: g.k.dtype.size_in_bytes() as u32,
             states: StateSizes {
                 rows: all_rows,
@@ -324,7 +325,7 @@ fn staged(g: &AttentionGeometry, s: &Sizes, params: &[u8], entries: &Entries) ->
         ),
     ];
     for pass in &passes {
-        check_grid(pass)?;
+        check_grid(OP, pass)?;
     }
     let scratch = vec![
         bytes([rows, g.kv_len, 1])?,
@@ -340,31 +341,6 @@ fn staged(g: &AttentionGeometry, s: &Sizes, params: &[u8], entries: &Entries) ->
     })
 }
 
-/// Metal and CUDA take at most 2^31 - 1 threadgroups in x, 65,535 in y and z.
-fn check_grid(pass: &Pass) -> Result<()> {
-    let most = [i32::MAX as u32, 65_535, 65_535];
-    if pass
-        .threadgroups
-        .iter()
-        .zip(most)
-        .any(|(&n, most)| n > most)
-    {
-        bail!(
-            "{OP}: {} needs a grid of {:?} threadgroups, want at most {most:?}",
-            pass.entry,
-            pass.threadgroups
-        );
-    }
-    Ok(())
-}
-
-fn narrow(what: &str, n: usize) -> Result<u32> {
-    match u32::try_from(n) {
-        Ok(n) if n <= i32::MAX as u32 => Ok(n),
-        _ => bail!("{OP}: {what} is {n}, want less than 2^31 on a GPU"),
-    }
-}
-
 fn params(g: &AttentionGeometry, partitions: &Partitions, softmax_scale: f32) -> Result<Vec<u8>> {
     let rows = |view: &RowView| GemRows {
         start: view.start,
@@ -376,15 +352,15 @@ fn params(g: &AttentionGeometry, partitions: &Partitions, softmax_scale: f32) ->
         q: rows(&g.q),
         k: rows(&g.k),
         v: rows(&g.v),
-        batch: narrow("batch", g.batch)?,
-        q_heads: narrow("q_heads", g.q_heads)?,
-        kv_heads: narrow("kv_heads", g.kv_heads)?,
-        group: narrow("group", g.group)?,
-        q_len: narrow("q_len", g.q_len)?,
-        kv_len: narrow("kv_len", g.kv_len)?,
+        batch: narrow(OP, "batch", g.batch)?,
+        q_heads: narrow(OP, "q_heads", g.q_heads)?,
+        kv_heads: narrow(OP, "kv_heads", g.kv_heads)?,
+        group: narrow(OP, "group", g.group)?,
+        q_len: narrow(OP, "q_len", g.q_len)?,
+        kv_len: narrow(OP, "kv_len", g.kv_len)?,
         causal: g.causal as u32,
-        partitions: narrow("partitions", partitions.count())?,
-        partition_len: narrow("partition length", partitions.range(0).len())?,
+        partitions: narrow(OP, "partitions", partitions.count())?,
+        partition_len: narrow(OP, "partition length", partitions.range(0).len())?,
         q_type: type_number(g.q.dtype),
         out_type: type_number(g.q.dtype),
         softmax_scale,

@@ -1,7 +1,8 @@
 //! Plans for partial states: what a first pass ends with, and the ops on states that a caller has.
 
-use super::{check_grid, narrow, OP, THREADS};
+use super::{OP, THREADS};
 use crate::attention::plan::ScratchBytes;
+use crate::backend::limits::{check_grid, narrow};
 use crate::backend::params::{type_number, GemStates};
 use crate::backend::plan::{Binding, Output, Pass, Plan, Slot, Source};
 use candle::{bail, DType, Result};
@@ -25,9 +26,9 @@ impl StateSizes {
             max_start,
             denominator_start,
             numerator_start,
-            rows: narrow("batch * q_heads * q_len", self.rows)?,
-            partitions: narrow("partitions", self.partitions)?,
-            dim: narrow("dim", self.dim)?,
+            rows: narrow(OP, "batch * q_heads * q_len", self.rows)?,
+            partitions: narrow(OP, "partitions", self.partitions)?,
+            dim: narrow(OP, "dim", self.dim)?,
             out_type: type_number(out),
             given: given as u32,
             padding: 0,
@@ -80,8 +81,8 @@ pub(super) fn with_states(first: Pass, sizes: StateSizes, after: After) -> Resul
             sizes.rows * sizes.partitions,
         ),
     };
-    let last = pass(entry, &states, &params, narrow("states", groups)?)?;
-    check_grid(&first)?;
+    let last = pass(entry, &states, &params, narrow(OP, "states", groups)?)?;
+    check_grid(OP, &first)?;
     let scratch = ScratchBytes::new(sizes.rows as u64, sizes.partitions as u64, sizes.dim as u64)?;
     Ok(Plan {
         outputs: vec![Output {
@@ -160,6 +161,6 @@ fn pass(
         threads: THREADS,
         threadgroup_bytes: 0,
     };
-    check_grid(&pass)?;
+    check_grid(OP, &pass)?;
     Ok(pass)
 }
