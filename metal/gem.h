@@ -58,6 +58,22 @@ struct GemStates {
     uint padding;
 };
 
+// Where the rows of a matrix lie, in elements.
+struct GemMatrix {
+    ulong start;
+    ulong row_stride;
+};
+
+// y (m, n) = x (m, k) w (n, k)^T, y in f32 and contiguous.
+struct GemProjection {
+    GemMatrix x;
+    GemMatrix w;
+    uint m;
+    uint n;
+    uint k;
+    uint band;            // rows of tiles that take turns at a column of tiles
+};
+
 // What every kernel does with rows. A type by number is resolved where a row is loaded or stored, once a row: not worth
 // a kernel of its own.
 

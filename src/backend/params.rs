@@ -117,3 +117,47 @@ impl GemStates {
             .collect()
     }
 }
+
+/// `GemMatrix`: where the rows of a matrix lie, in elements.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GemMatrix {
+    pub start: u64,
+    pub row_stride: u64,
+}
+
+/// `GemProjection`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GemProjection {
+    pub x: GemMatrix,
+    pub w: GemMatrix,
+    pub m: u32,
+    pub n: u32,
+    pub k: u32,
+    pub band: u32,
+}
+
+const _: () = {
+    assert!(size_of::<GemMatrix>() == 16);
+    assert!(size_of::<GemProjection>() == 48);
+    assert!(offset_of!(GemProjection, w) == 16);
+    assert!(offset_of!(GemProjection, m) == 32);
+    assert!(offset_of!(GemProjection, band) == 44);
+};
+
+impl GemProjection {
+    /// The bytes as the kernels read them.
+    pub fn bytes(&self) -> Vec<u8> {
+        let matrix = |m: &GemMatrix| [m.start, m.row_stride];
+        let wide = [matrix(&self.x), matrix(&self.w)];
+        let narrow = [self.m, self.n, self.k, self.band];
+        let mut bytes: Vec<u8> = wide
+            .iter()
+            .flatten()
+            .flat_map(|x| x.to_ne_bytes())
+            .collect();
+        bytes.extend(narrow.iter().flat_map(|x| x.to_ne_bytes()));
+        bytes
+    }
+}

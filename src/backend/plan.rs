@@ -104,6 +104,8 @@ pub enum Source {
     AttentionMatrix,
     /// The unfused baseline.
     AttentionStaged,
+    /// The fused projection.
+    Projection,
 }
 
 /// The header that every source includes.
@@ -116,6 +118,7 @@ impl Source {
         Self::AttentionStates,
         Self::AttentionMatrix,
         Self::AttentionStaged,
+        Self::Projection,
     ];
 
     /// Its name.
@@ -125,6 +128,7 @@ impl Source {
             Self::AttentionStates => "attention_states.metal",
             Self::AttentionMatrix => "attention_matrix.metal",
             Self::AttentionStaged => "attention_staged.metal",
+            Self::Projection => "projection.metal",
         }
     }
 
@@ -148,6 +152,7 @@ impl Source {
             Self::AttentionStates => include_str!("../../metal/attention_states.metal"),
             Self::AttentionMatrix => include_str!("../../metal/attention_matrix.metal"),
             Self::AttentionStaged => include_str!("../../metal/attention_staged.metal"),
+            Self::Projection => include_str!("../../metal/projection.metal"),
         }
     }
 }

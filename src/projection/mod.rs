@@ -10,6 +10,7 @@
 
 mod cpu;
 pub mod geometry;
+pub mod gpu;
 
 use std::sync::Arc;
 
