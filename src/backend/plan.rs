@@ -113,7 +113,7 @@ pub const GEM_H: &str = include_str!("../../metal/gem.h");
 
 impl Source {
     /// Every file but the header.
-    pub const ALL: [Self; 4] = [
+    pub const ALL: [Self; 5] = [
         Self::AttentionD512,
         Self::AttentionStates,
         Self::AttentionMatrix,

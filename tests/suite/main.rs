@@ -45,6 +45,14 @@ mod metal_attention;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod metal_controls;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod metal_projection;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod metal_projection_controls;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod metal_projection_plan;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod metal_projection_traffic;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod metal_states;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod metal_support;
