@@ -74,6 +74,20 @@ struct GemProjection {
     uint band;            // rows of tiles that take turns at a column of tiles
 };
 
+struct GemQsaPrep {
+    GemMatrix q;
+    GemMatrix k;
+    GemMatrix v;
+    GemMatrix ik;
+    GemMatrix iq;
+    uint tokens;
+    uint phase;           // tokens of the unfinished block before the chunk
+    uint blocks;          // that the chunk completes
+    uint starts;          // the chunk holds position 0
+    uint indexer;         // there is an iq
+    uint unused;
+};
+
 // What every kernel does with rows. A type by number is resolved where a row is loaded or stored, once a row: not worth
 // a kernel of its own.
 

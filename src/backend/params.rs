@@ -161,3 +161,49 @@ impl GemProjection {
         bytes
     }
 }
+
+/// `GemQsaPrep`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GemQsaPrep {
+    pub q: GemMatrix,
+    pub k: GemMatrix,
+    pub v: GemMatrix,
+    pub ik: GemMatrix,
+    pub iq: GemMatrix,
+    pub tokens: u32,
+    pub phase: u32,
+    pub blocks: u32,
+    pub starts: u32,
+    pub indexer: u32,
+    pub unused: u32,
+}
+
+const _: () = {
+    assert!(size_of::<GemQsaPrep>() == 104);
+    assert!(offset_of!(GemQsaPrep, iq) == 64);
+    assert!(offset_of!(GemQsaPrep, tokens) == 80);
+    assert!(offset_of!(GemQsaPrep, indexer) == 96);
+};
+
+impl GemQsaPrep {
+    /// The bytes as the kernels read them.
+    pub fn bytes(&self) -> Vec<u8> {
+        let wide = [self.q, self.k, self.v, self.ik, self.iq].map(|m| [m.start, m.row_stride]);
+        let narrow = [
+            self.tokens,
+            self.phase,
+            self.blocks,
+            self.starts,
+            self.indexer,
+            self.unused,
+        ];
+        let mut bytes: Vec<u8> = wide
+            .iter()
+            .flatten()
+            .flat_map(|x| x.to_ne_bytes())
+            .collect();
+        bytes.extend(narrow.iter().flat_map(|x| x.to_ne_bytes()));
+        bytes
+    }
+}

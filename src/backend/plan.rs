@@ -106,6 +106,8 @@ pub enum Source {
     AttentionStaged,
     /// The fused projection.
     Projection,
+    /// Norms, RoPE, 8-bit keys and values and pooled indexer keys of QSA.
+    QsaPrep,
 }
 
 /// The header that every source includes.
@@ -113,12 +115,13 @@ pub const GEM_H: &str = include_str!("../../metal/gem.h");
 
 impl Source {
     /// Every file but the header.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::AttentionD512,
         Self::AttentionStates,
         Self::AttentionMatrix,
         Self::AttentionStaged,
         Self::Projection,
+        Self::QsaPrep,
     ];
 
     /// Its name.
@@ -129,6 +132,7 @@ impl Source {
             Self::AttentionMatrix => "attention_matrix.metal",
             Self::AttentionStaged => "attention_staged.metal",
             Self::Projection => "projection.metal",
+            Self::QsaPrep => "qsa_prep.metal",
         }
     }
 
@@ -153,6 +157,7 @@ impl Source {
             Self::AttentionMatrix => include_str!("../../metal/attention_matrix.metal"),
             Self::AttentionStaged => include_str!("../../metal/attention_staged.metal"),
             Self::Projection => include_str!("../../metal/projection.metal"),
+            Self::QsaPrep => include_str!("../../metal/qsa_prep.metal"),
         }
     }
 }
