@@ -41,9 +41,9 @@ pub mod attention;
 pub mod backend;
 mod cpu;
 pub mod models;
-
 pub mod projection;
 pub mod qsa;
+
 pub use attention::{attention_d512, AttentionD512, AttentionPartials};
 pub use projection::FusedProjection;
 pub use qsa::qsa_prep;

@@ -28,7 +28,11 @@ mod projection;
 mod projection_refusals;
 mod projection_support;
 mod prompt;
+mod qsa_definition;
+mod qsa_prep;
 mod qsa_projection;
+mod qsa_refusals;
+mod qsa_support;
 mod reference_attention;
 mod rope;
 mod stream;
@@ -52,6 +56,8 @@ mod metal_projection_controls;
 mod metal_projection_plan;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod metal_projection_traffic;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod metal_qsa_prep;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod metal_states;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]

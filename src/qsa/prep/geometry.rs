@@ -48,7 +48,9 @@ impl RowsView {
     fn new(name: &str, t: &Tensor, width: usize, dtypes: &[DType], tokens: usize) -> Result<Self> {
         let (layout, dtype) = (t.layout(), t.dtype());
         if !dtypes.contains(&dtype) {
-            bail!("{NAME}: {name} has dtype {dtype:?}, want one of {dtypes:?}");
+            let want = dtypes.iter().map(|dtype| dtype.as_str());
+            let want = want.collect::<Vec<_>>().join(" or ");
+            bail!("{NAME}: {name} has dtype {dtype:?}, want {want}");
         }
         if layout.dims() != [tokens, width] {
             bail!(
