@@ -21,6 +21,7 @@ use candle::{bail, CpuStorage, CudaStorage, CustomOp3, DType, Layout, MetalStora
 use candle::{Result, Shape, Tensor};
 use half::{bf16, f16};
 
+use crate::backend::no_code_for;
 pub use crate::cpu::CpuKernel;
 pub use geometry::{AttentionGeometry, HEAD_DIM};
 pub use partial::AttentionPartials;
@@ -266,7 +267,7 @@ impl CustomOp3 for Op {
         _: &CudaStorage,
         _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        Err(no_code_for("CUDA"))
+        Err(no_code_for(NAME, "q, k and v", "CUDA"))
     }
 
     #[cfg(not(feature = "metal"))]
@@ -279,7 +280,7 @@ impl CustomOp3 for Op {
         _: &MetalStorage,
         _: &Layout,
     ) -> Result<(MetalStorage, Shape)> {
-        Err(no_code_for("Metal"))
+        Err(no_code_for(NAME, "q, k and v", "Metal"))
     }
 
     #[cfg(feature = "metal")]
@@ -313,30 +314,5 @@ impl CustomOp3 for Op {
             self.settings.route,
         )?;
         Ok((crate::backend::metal::run_one(&plan, &[q, k, v])?, shape))
-    }
-}
-
-/// Never a fallback: a copy to the CPU would be silent and slow.
-fn no_code_for(device: &str) -> candle::Error {
-    let there = if cfg!(feature = "metal") {
-        "the CPU and Metal"
-    } else {
-        "the CPU, and for Metal with the feature `metal`"
-    };
-    candle::Error::Msg(format!(
-        "{NAME}: q, k and v are on a {device} device, there is code for {there}"
-    ))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::no_code_for;
-
-    #[test]
-    fn a_device_without_code_is_named_together_with_those_that_have_it() {
-        insta::assert_snapshot!(
-            no_code_for("CUDA").to_string(),
-            @"attention_d512: q, k and v are on a CUDA device, there is code for the CPU, and for Metal with the feature `metal`"
-        );
     }
 }

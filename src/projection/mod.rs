@@ -17,6 +17,7 @@ use std::sync::Arc;
 use candle::{bail, CpuStorage, CudaStorage, CustomOp2, Layout, MetalStorage};
 use candle::{Result, Shape, Tensor, D};
 
+use crate::backend::no_code_for;
 use crate::cpu::lines::zeros_on_a_line;
 pub use crate::cpu::CpuKernel;
 pub use geometry::ProjectionGeometry;
@@ -233,9 +234,10 @@ impl CustomOp2 for Op {
         _: &CudaStorage,
         _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        Err(no_code_for("CUDA"))
+        Err(no_code_for(NAME, "xs and the weight", "CUDA"))
     }
 
+    #[cfg(not(feature = "metal"))]
     fn metal_fwd(
         &self,
         _: &MetalStorage,
@@ -243,26 +245,20 @@ impl CustomOp2 for Op {
         _: &MetalStorage,
         _: &Layout,
     ) -> Result<(MetalStorage, Shape)> {
-        Err(no_code_for("Metal"))
+        Err(no_code_for(NAME, "xs and the weight", "Metal"))
     }
-}
 
-/// Never a fallback: a copy to the CPU would be silent and slow.
-fn no_code_for(device: &str) -> candle::Error {
-    candle::Error::Msg(format!(
-        "{NAME}: xs and the weight are on a {device} device, there is code for the CPU"
-    ))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::no_code_for;
-
-    #[test]
-    fn a_device_without_code_is_named_together_with_those_that_have_it() {
-        insta::assert_snapshot!(
-            no_code_for("CUDA").to_string(),
-            @"fused_projection: xs and the weight are on a CUDA device, there is code for the CPU"
-        );
+    #[cfg(feature = "metal")]
+    fn metal_fwd(
+        &self,
+        x: &MetalStorage,
+        x_l: &Layout,
+        w: &MetalStorage,
+        w_l: &Layout,
+    ) -> Result<(MetalStorage, Shape)> {
+        use candle::backend::BackendStorage;
+        let geometry = ProjectionGeometry::from_layouts(NAME, (x_l, x.dtype()), (w_l, w.dtype()))?;
+        let y = crate::backend::metal::run_one(&gpu::plan(&geometry, None)?, &[x, w])?;
+        Ok((y, geometry.result_shape(x_l)))
     }
 }

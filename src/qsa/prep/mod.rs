@@ -6,6 +6,7 @@ mod cpu;
 pub mod geometry;
 pub mod gpu;
 
+use crate::backend::no_code_for;
 use candle::op::BackpropOp;
 use candle::{bail, Error, Result, Storage, Tensor};
 
@@ -160,8 +161,8 @@ fn execute(geometry: &PrepGeometry, operands: &[&Tensor]) -> Result<Vec<Storage>
         #[cfg(feature = "metal")]
         Some(Storage::Metal(_)) => on_metal(geometry, &storages),
         #[cfg(not(feature = "metal"))]
-        Some(Storage::Metal(_)) => Err(no_code_for("Metal")),
-        Some(Storage::Cuda(_)) => Err(no_code_for("CUDA")),
+        Some(Storage::Metal(_)) => Err(no_code_for(NAME, "the inputs", "Metal")),
+        Some(Storage::Cuda(_)) => Err(no_code_for(NAME, "the inputs", "CUDA")),
         None => bail!("{NAME}: a call without inputs"),
     }
 }
@@ -177,29 +178,4 @@ fn on_metal(geometry: &PrepGeometry, storages: &[&Storage]) -> Result<Vec<Storag
         .collect::<Result<Vec<_>>>()?;
     let made = crate::backend::metal::run(&gpu::plan(geometry), &storages)?;
     Ok(made.into_iter().map(Storage::Metal).collect())
-}
-
-/// Never a fallback: a copy to the CPU would be silent and slow.
-fn no_code_for(device: &str) -> Error {
-    let there = if cfg!(feature = "metal") {
-        "the CPU and Metal"
-    } else {
-        "the CPU, and for Metal with the feature `metal`"
-    };
-    Error::Msg(format!(
-        "{NAME}: the inputs are on a {device} device, there is code for {there}"
-    ))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::no_code_for;
-
-    #[test]
-    fn a_device_without_code_is_named_together_with_those_that_have_it() {
-        insta::assert_snapshot!(
-            no_code_for("CUDA").to_string(),
-            @"qsa_prep: the inputs are on a CUDA device, there is code for the CPU, and for Metal with the feature `metal`"
-        );
-    }
 }
