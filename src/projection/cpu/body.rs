@@ -7,6 +7,7 @@
 // Plain index loops over constant bounds are what becomes registers.
 #![allow(clippy::needless_range_loop, clippy::manual_memcpy)]
 
+use std::any::TypeId;
 use std::marker::PhantomData;
 
 use crate::cpu::isa::{Element, Isa, Order};
@@ -298,6 +299,10 @@ unsafe fn rows<M: Multiply, const R: usize, const N: usize>(
     }
 }
 
+fn is_bf16<E: 'static>() -> bool {
+    TypeId::of::<E>() == TypeId::of::<half::bf16>()
+}
+
 /// Writes the rectangle.
 ///
 /// # Safety
@@ -333,6 +338,8 @@ pub(super) unsafe fn product<M: Multiply>(b: &Block, x: &[M::X], w: &[M::W], scr
                 1 => rows::<M, 1, 8>(b, x, w, row, scratch),
                 2 => rows::<M, 2, 4>(b, x, w, row, scratch),
                 3 => rows::<M, 3, 3>(b, x, w, row, scratch),
+                // Both vectors of a bf16 pair come of one load, and both are held.
+                _ if is_bf16::<M::W>() => rows::<M, 4, 2>(b, x, w, row, scratch),
                 _ => rows::<M, 4, 3>(b, x, w, row, scratch),
             }
             row += rest.min(4);
