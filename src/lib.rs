@@ -1,8 +1,9 @@
 //! Fused attention for candle at head_dim 512, and a Gemma 4 that runs on it or on candle's plain ops.
 //!
 //! [`attention_d512`] is exact softmax attention that reads each key and value row once for all query heads of its KV head.
-//! [`models::gemma4`] is a Gemma 4 text decoder whose [cache](models::gemma4::Cache) chooses between that op and
-//! [plain ops](attention::reference), so that both can run in one process on the same weights.
+//! [`FusedProjection`] is several projections of one input as one product. [`models::gemma4`] is a Gemma 4 text decoder whose
+//! [cache](models::gemma4::Cache) chooses between these ops and [plain ones](attention::reference), so that both can run in
+//! one process on the same weights.
 //!
 //! ```
 //! use candle::{Device, Tensor};

@@ -18,7 +18,7 @@ pub enum CpuKernel {
     Avx2,
     /// x86-64 with AVX-512F, and what [`CpuKernel::Avx2`] needs.
     Avx512,
-    /// x86-64 with AVX512_BF16 too, which serves bf16 queries on bf16 keys; the rest as [`CpuKernel::Avx512`].
+    /// x86-64 with AVX512_BF16 too, which serves bf16 on bf16; the rest as [`CpuKernel::Avx512`].
     Avx512Bf16,
 }
 
