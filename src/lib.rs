@@ -3,7 +3,7 @@
 //! [`attention_d512`] is exact softmax attention that reads each key and value row once for all query heads of its KV head.
 //! [`FusedProjection`] is several projections of one input as one product. [`models::gemma4`] is a Gemma 4 text decoder whose
 //! [cache](models::gemma4::Cache) chooses between these ops and [plain ones](attention::reference), so that both can run in
-//! one process on the same weights.
+//! one process on the same weights. [`qsa_prep`] prepares a chunk for another attention, the sparse one with an indexer.
 //!
 //! ```
 //! use candle::{Device, Tensor};
@@ -33,7 +33,7 @@
 //! | feature | default | effect |
 //! |---|---|---|
 //! | `fused` | yes | [`AttentionPath::default()`](models::gemma4::AttentionPath) is the fused path; both are always compiled |
-//! | `metal` | no | [`attention_d512`] on Apple GPUs; forwarded to every candle crate |
+//! | `metal` | no | [`attention_d512`], [`FusedProjection`] and [`qsa_prep`] on Apple GPUs; forwarded to every candle crate |
 //! | `metal-debug-labels` | no | `metal`, with launches and buffers named in frame captures |
 
 #![warn(missing_docs)]
