@@ -62,9 +62,9 @@ struct Rule {
 const SMALL: Route = Route::Tiled(Tile::new(32, 128, 2));
 const LARGE: Route = Route::Tiled(Tile::new(64, 128, 4));
 
-/// The row of n <= 1664 is the one that was measured, on an M5 Air with another implementation of the same tiles: 64 x 128
-/// won from 768 rows on, 128 x 64 was 10 % slower at 1024 rows, 128 x 128 half as fast (its 64 matrices of sums a SIMD group
-/// leave no registers). The rest is inferred, not measured:
+/// For n up to 1664 the two tiles and where they change were measured, on an M5 Air with another implementation of the same
+/// tiles: 128 x 64 was 10 % slower at 1024 rows, and 128 x 128 half as fast, with 128 sums a lane. The rest is inferred, not
+/// measured:
 ///
 /// * Up to 8 rows the time is that of reading w, and a tile would multiply rows that are not there.
 /// * Below 768 rows the larger tile gives fewer than 156 threadgroups at n = 1664, too few to fill the device evenly. A
