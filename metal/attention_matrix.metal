@@ -12,7 +12,8 @@
 //
 // One threadgroup barrier a tile of 16 tokens: the parts of the scores are double buffered. The running maximum and
 // denominator of row r live, in every SIMD group alike, in its lanes 4 r .. 4 r + 3. Rescaling the output by row is a
-// product with a diagonal matrix, which needs no knowledge of how a matrix lies in registers.
+// product with a diagonal matrix, which needs no knowledge of how a matrix lies in registers. The price: 0 x NaN is NaN, so a row
+// that is not finite (a NaN or infinity in q, K or V, or scores past the range of f32) takes the other rows of its block along.
 //
 // Tokens come in blocks of 8. The last block of a partition starts early enough to end with it, and weighs tokens that
 // an earlier block has had with 0: nothing past the end of the cache is read. So `end >= 8` in every partition.
@@ -61,12 +62,13 @@ template <typename T>
     device const T *k_slice = k + gem_head(p.k, batch, kv_head) + slice;
     device const T *v_slice = v + gem_head(p.v, batch, kv_head) + slice;
 
-    // The block's query rows as f32; rows that do not exist are 0 and are dropped at the end.
+    // The block's query rows as f32. In place of rows that do not exist, which are dropped at the end, there is row 0: what it
+    // meets, a row that is there meets too, so that nothing overflows on their account.
     for (uint i = thread_index; i < ROWS * GEM_DIM / 4; i += GEM_LANES * SIMD_GROUPS) {
         const uint dim = 4 * i % GEM_DIM;
         const uint row = first_row + 4 * i / GEM_DIM;
         const ulong element = gem_query(p, batch, kv_head, row < rows ? row : 0).element + dim;
-        *(threadgroup float4 *)(shared + 4 * i) = row < rows ? gem_load4(q, p.q_type, element) : float4(0);
+        *(threadgroup float4 *)(shared + 4 * i) = gem_load4(q, p.q_type, element);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     simdgroup_float8x8 query[FRAGMENTS];
@@ -149,7 +151,8 @@ template <typename T>
         }
         // Weights and diagonal are the SIMD group's own.
         simdgroup_barrier(mem_flags::mem_threadgroup);
-        if (simd_min(rescale) < 1) {
+        // Asked so that a NaN, of which a minimum is not defined, answers yes.
+        if (simd_max(rescale == 1 ? 0.0f : 1.0f) != 0) {
             simdgroup_float8x8 scale;
             simdgroup_load(scale, diagonal, 8);
             for (uint j = 0; j < FRAGMENTS; j++) {
@@ -171,8 +174,7 @@ template <typename T>
                 }
             }
         }
-        // The next tile's weights wait for this tile's.
-        simdgroup_barrier(mem_flags::mem_threadgroup);
+        // The next tile's threadgroup barrier keeps its weights from this tile's.
     }
 
     // Rows that do not exist must not be written, so the output takes the way through threadgroup memory.

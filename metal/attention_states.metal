@@ -1,11 +1,11 @@
 // Partial states of attention: their merge into one state, their quotient, the logarithm of their sum, and their packing.
 //
 // A state is (max, denominator, numerator[dim]) in f32. States are partition-major: the one of row r in partition i is number
-// i * rows + r of three buffers. Every kernel merges in ascending order, so results repeat bit for bit, and never reads the
-// numerator of an empty state.
+// i * rows + r of three buffers. Every kernel merges in ascending order, so results repeat bit for bit, and never weighs
+// the numerator of an empty state.
 //
 // Ownership. A threadgroup owns a row; each thread owns every (threads)th dimension of it and walks the partitions alone, so
-// the lanes of a SIMD group read neighbours. No threadgroup memory, no barrier, any number of partitions.
+// the lanes of a SIMD group read neighbours. No threadgroup memory, no barrier, any number of partitions. Packing copies.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -55,6 +55,13 @@ inline Merged merge(device const float *maxima, device const float *denominators
             merged.denominator += denominator * weight;
             merged.numerator += numerators[p.numerator_start + at * p.dim + dim] * weight;
         }
+    }
+    // Given states in range can add up past it, and a numerator can be anything.
+    if (p.given && !isfinite(merged.denominator)) {
+        merged.denominator = NAN;
+    }
+    if (p.given && !(isfinite(merged.denominator) && isfinite(merged.numerator))) {
+        merged.numerator = NAN;
     }
     return merged;
 }
@@ -120,7 +127,9 @@ inline Merged merge(device const float *maxima, device const float *denominators
         const ulong at = ulong(i) * p.rows + row;
         denominator += denominators[p.denominator_start + at] * exp(maxima[p.max_start + at] - all.value);
     }
-    out[row] = denominator == 0 ? -INFINITY : all.value + log(denominator);
+    // Past the range of f32 it has no value.
+    const float value = isfinite(denominator) ? all.value + log(denominator) : NAN;
+    out[row] = denominator == 0 ? -INFINITY : value;
 }
 
 // The three buffers of a first pass in one, in this order, as they are. Grid (rows * partitions), 256 threads.

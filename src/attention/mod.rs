@@ -47,7 +47,8 @@ const MOST_STATES: usize = 65_535;
 ///
 /// `q_heads` is a multiple of `kv_heads`; query head `h` reads KV head `h / (q_heads / kv_heads)`. Each of the three may
 /// be f32, f16 or bf16, and have any strides and start offset as long as the last dimension is contiguous: transposed
-/// and narrowed views of a cache need no copy, and what lies beyond them is never read into a result. Attention is
+/// and narrowed views of a cache need no copy, and what lies beyond them is never read into a result (on a GPU k and v share a
+/// dtype, and starts and strides are multiples of 4 elements). Attention is
 /// causal, aligned at the end: query row `i` sees keys `0..=kv_len - q_len + i`. See [`AttentionD512`] for the rest.
 ///
 /// The resulting tensor has dimensions `(batch, q_heads, q_len, 512)` and the dtype of `q`, rounded once from f32.
@@ -130,11 +131,16 @@ impl AttentionD512 {
     /// Names the tensor, what it got and what it wants: for a scale that is not finite, 0 partitions, inputs on several
     /// devices, shapes other than those of [`attention_d512`], empty inputs, query heads that are no multiple of the KV
     /// heads, more causal query rows than keys, a dtype other than f32, f16 and bf16, a last dimension that is not
-    /// contiguous, offsets or scratch past 64 bits.
+    /// contiguous, offsets or scratch past 64 bits. On a GPU also for K and V of different dtypes, starts and strides that are no
+    /// multiples of 4 elements, a route that the shape has no use for, more than 4 GiB of partial states, and sizes past what a
+    /// launch takes.
     pub fn check(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionGeometry> {
         self.check_settings()?;
         let geometry = AttentionGeometry::new(NAME, q, k, v, self.causal)?;
-        self.plan(&geometry)?;
+        let partitions = self.plan(&geometry)?;
+        if !q.device().is_cpu() {
+            gpu::plan(&geometry, &partitions, self.softmax_scale, self.route)?;
+        }
         Ok(geometry)
     }
 

@@ -3,7 +3,8 @@
 use super::plan::Pass;
 use candle::{bail, Result};
 
-/// Refuses a pass whose grid Metal or CUDA would not take: at most 2^31 - 1 threadgroups in x, 65,535 in y and z.
+/// Refuses a pass whose grid CUDA would not take: at most 2^31 - 1 threadgroups in x, 65,535 in y and z. Metal names no limit; a plan
+/// is the same everywhere.
 pub(crate) fn check_grid(op: &str, pass: &Pass) -> Result<()> {
     let most = [i32::MAX as u32, 65_535, 65_535];
     if pass

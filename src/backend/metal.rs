@@ -7,7 +7,8 @@ use candle::{bail, DType, MetalDevice, MetalError, MetalStorage, Result};
 use candle_metal_kernels::metal::{Buffer, ComputePipeline, Library};
 use candle_metal_kernels::MetalKernelError;
 use objc2_metal::{
-    MTLCompileOptions, MTLComputePipelineState, MTLDevice, MTLLanguageVersion, MTLMathMode, MTLSize,
+    MTLCompileOptions, MTLComputePipelineState, MTLDevice, MTLLanguageVersion,
+    MTLMathFloatingPointFunctions, MTLMathMode, MTLSize,
 };
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -241,6 +242,8 @@ fn compile_options() -> objc2::rc::Retained<MTLCompileOptions> {
     options.setLanguageVersion(MTLLanguageVersion::Version3_1);
     if objc2::available!(macos = 15.0, ios = 18.0) {
         options.setMathMode(MTLMathMode::Safe);
+        // Fast by default even then: less accurate, and nothing promised about NaN.
+        options.setMathFloatingPointFunctions(MTLMathFloatingPointFunctions::Precise);
     } else {
         #[allow(deprecated)]
         options.setFastMathEnabled(false);

@@ -23,6 +23,7 @@ mod fixture_model;
 mod fixtures;
 mod generation;
 mod kv_cache;
+mod metal_plan;
 mod model;
 mod projection;
 mod projection_refusals;

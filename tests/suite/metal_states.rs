@@ -260,6 +260,9 @@ fn rows_that_saw_no_key_are_zero_and_their_log_sum_exp_is_minus_infinity() -> Re
 #[test]
 fn a_row_with_a_state_that_cannot_be_is_nan_and_no_other_row_is() -> Result<()> {
     let sound = (0.5, 1.5);
+    // The least that can be.
+    let least = made(&[vec![(0.5, f32::MIN_POSITIVE)]], &[0.0; 3], 3);
+    assert_eq!(flat(&OnMetal(&least).finish(DType::F32))?, [0.0; 3]);
     for wrong in [
         (0.5, -1.0),
         (0.5, f32::NAN),
@@ -356,5 +359,60 @@ fn thirteen_tokens_of_seventeen_dims_finish_to_the_same_in_any_cut() -> Result<(
             );
         }
     }
+    Ok(())
+}
+
+/// States that are in range each can add up past it.
+#[test]
+fn sums_past_the_range_of_f32_are_nan_where_the_cpu_refuses_them() -> Result<()> {
+    let large = (0.0, 3e38);
+    let states = made(&[vec![large], vec![large]], &[1.0; 2 * 3], 3);
+    assert!(states.finish(DType::F32).is_err());
+    assert!(states.log_sum_exp().is_err());
+    let metal = OnMetal(&states);
+    let merged = metal.merge();
+    for out in [
+        &metal.finish(DType::F32),
+        &metal.log_sum_exp(),
+        merged.denominator(),
+        merged.numerator(),
+    ] {
+        assert!(flat(out)?.iter().all(|x| x.is_nan()), "{out}");
+    }
+    // Of a numerator, the elements that it reaches.
+    for wrong in [f32::INFINITY, f32::NAN, 3e38] {
+        let states = made(
+            &[vec![(0.0, 1.0)], vec![(0.0, 1.0)]],
+            &[1.0, wrong, 1.0, 1.0, wrong, 1.0],
+            3,
+        );
+        assert!(states.finish(DType::F32).is_err());
+        let metal = OnMetal(&states);
+        for out in [
+            flat(&metal.finish(DType::F32))?,
+            flat(metal.merge().numerator())?,
+        ] {
+            assert!(
+                out[0].is_finite() && out[1].is_nan() && out[2].is_finite(),
+                "{wrong}: {out:?}"
+            );
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn log_sum_exp_has_every_row_of_many() -> Result<()> {
+    let rows = 600;
+    let states: Vec<(f32, f32)> = (0..rows)
+        .map(|i| (i as f32 * 0.01, 1.0 + i as f32))
+        .collect();
+    let states = made(&[states], &vec![0.0; rows * 2], 2);
+    let got = flat(&OnMetal(&states).log_sum_exp())?;
+    let want = flat(&states.log_sum_exp()?)?;
+    for (got, want) in got.iter().zip(&want) {
+        assert!((got - want).abs() < 1e-5, "{got} {want}");
+    }
+    assert_eq!(got.len(), rows);
     Ok(())
 }

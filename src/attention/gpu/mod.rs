@@ -21,7 +21,8 @@ const OP: &str = "attention_d512";
 pub enum Route {
     /// One pass over the cache and a merge.
     Fused(Tiling),
-    /// As `Fused`, on the matrix units; for query rows that see every key.
+    /// As `Fused`, on the matrix units; for query rows that see every key. A row that is not finite makes the up to 8 rows that share
+    /// its matrices NaN or infinite too; on the other routes it stays alone.
     Matrix,
     /// Scores, softmax and values as passes of their own: the unfused baseline.
     Staged,
@@ -156,6 +157,12 @@ fn plan_then(
         DType::F16 => &F16,
         DType::BF16 => &BF16,
         _ => &F32,
+    };
+    // Merging with an empty state is the identity, so those need not be made unless somebody asks for them.
+    let live = Partitions::new(g.kv_len, partitions.live())?;
+    let partitions = match after {
+        After::Finish(_) => &live,
+        After::Pack => partitions,
     };
     let params = params(g, partitions, softmax_scale)?;
     let sizes = Sizes::new(g, partitions)?;
@@ -341,7 +348,28 @@ fn staged(g: &AttentionGeometry, s: &Sizes, params: &[u8], entries: &Entries) ->
     })
 }
 
+/// Kernels load four elements at a time, and a device may not take such a load anywhere.
+fn check_alignment(name: &str, view: &RowView) -> Result<()> {
+    let offsets = [
+        view.start,
+        view.batch_stride,
+        view.head_stride,
+        view.row_stride,
+    ];
+    if offsets.iter().any(|offset| offset % 4 != 0) {
+        bail!(
+            "{OP}: {name} starts at element {} with strides {:?}, want multiples of 4 on a GPU",
+            view.start,
+            &offsets[1..]
+        );
+    }
+    Ok(())
+}
+
 fn params(g: &AttentionGeometry, partitions: &Partitions, softmax_scale: f32) -> Result<Vec<u8>> {
+    for (name, view) in [("q", &g.q), ("k", &g.k), ("v", &g.v)] {
+        check_alignment(name, view)?;
+    }
     let rows = |view: &RowView| GemRows {
         start: view.start,
         batch_stride: view.batch_stride,

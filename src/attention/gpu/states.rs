@@ -2,6 +2,7 @@
 
 use super::{OP, THREADS};
 use crate::attention::plan::ScratchBytes;
+use crate::attention::MOST_SCRATCH;
 use crate::backend::limits::{check_grid, narrow};
 use crate::backend::params::{type_number, GemStates};
 use crate::backend::plan::{Binding, Output, Pass, Plan, Slot, Source};
@@ -84,6 +85,14 @@ pub(super) fn with_states(first: Pass, sizes: StateSizes, after: After) -> Resul
     let last = pass(entry, &states, &params, narrow(OP, "states", groups)?)?;
     check_grid(OP, &first)?;
     let scratch = ScratchBytes::new(sizes.rows as u64, sizes.partitions as u64, sizes.dim as u64)?;
+    if scratch.total > MOST_SCRATCH {
+        bail!(
+            "{OP}: the states of {} query rows in {} partitions take {} bytes, want at most {MOST_SCRATCH} on a GPU: fewer partitions, or fewer rows at a time",
+            sizes.rows,
+            sizes.partitions,
+            scratch.total
+        );
+    }
     Ok(Plan {
         outputs: vec![Output {
             dtype: out,

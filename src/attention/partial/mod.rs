@@ -113,7 +113,8 @@ impl AttentionPartials {
     ///
     /// The order is fixed (parts as given, partitions ascending), so results repeat bit for bit. A state that cannot
     /// occur is an error on the CPU: a NaN or negative denominator, a denominator of 0 under a maximum, a denominator
-    /// without one. A GPU would have to be waited for to say so: there the row becomes NaN, here and in the other two.
+    /// without one. A GPU would have to be waited for to say so: there the row becomes NaN, here and in the other two,
+    /// and of a numerator that is not finite the elements that it reaches.
     pub fn merge(parts: &[Self]) -> Result<Self> {
         let Some(first) = parts.first() else {
             bail!("attention_partials: got no parts to merge, want at least one");
