@@ -22,7 +22,7 @@ const PAIRS: [(DType, DType); 5] = [
 #[test]
 fn every_kernel_type_and_row_count_equals_the_product_in_f64() -> Result<()> {
     for (x_dtype, w_dtype) in PAIRS {
-        for hidden in [1, 15, 32, 33, 511, 512, 544, 1000] {
+        for hidden in [1, 15, 32, 33, 511, 512, 544, 1000, 1500] {
             let w = weight(1, 29, hidden, w_dtype)?;
             let projection = FusedProjection::pack(&[("w", &w)])?;
             for m in [1, 2, 3, 4, 5, 6, 7, 8, 9, 23] {
