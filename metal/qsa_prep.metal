@@ -2,7 +2,8 @@
 //
 // Ownership. A SIMD group owns a row from its load to its store, and each lane of it the dimensions 32 j + lane. So a load is one
 // contiguous run, the two of a rotary pair (i, i + 32) are x[0] and x[1] of one lane, and a group of 64 that shares a scale is x[2 g] and
-// x[2 g + 1] of all lanes. Nothing is read twice, but ik of position 0, and nothing is shared: no threadgroup memory, no barrier.
+// x[2 g + 1] of all lanes. No element of a projection is read twice, but ik of position 0, and nothing is shared: no threadgroup
+// memory, no barrier.
 //
 //      threadgroup t < tokens: token t                              threadgroup tokens + i: pooled rows 8 i .. 8 i + 7
 //        SIMD group   0    1    2    3    4    5    6    7            SIMD group s: row b = 8 i + s
