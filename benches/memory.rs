@@ -57,7 +57,8 @@ fn measure(length: usize) -> Outcome<Point> {
             )
         })?;
     let config = Config::from_file(folder().join("config.json"))?;
-    let (sliding, full) = Cache::planned_bytes(&config, length, DType::F32);
+    let (sliding, full) =
+        Cache::planned_bytes(&config, AttentionPath::default(), length, DType::F32);
     Ok(Point {
         tokens: length as f64,
         peak: mib(peak),

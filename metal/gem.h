@@ -88,6 +88,15 @@ struct GemQsaPrep {
     uint unused;
 };
 
+// Keys that are rebuilt from values: key = turn(weight * value), the rows of `attention.k` are those of `attention.v`.
+struct GemSharedKv {
+    GemAttention attention;
+    ulong weight;         // element of the weights where they begin
+    ulong angles;         // element of the angles where the row of the first key begins
+    uint pairs;           // dimensions i and i + GEM_DIM / 2 turn for i < pairs, a multiple of 4; a row of angles is that many
+    uint unused;          // cosines, then that many sines
+};
+
 // What every kernel does with rows. A type by number is resolved where a row is loaded or stored, once a row: not worth
 // a kernel of its own.
 

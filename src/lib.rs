@@ -1,7 +1,8 @@
 //! Fused attention for candle at head_dim 512, and a Gemma 4 that runs on it or on candle's plain ops.
 //!
 //! [`attention_d512`] is exact softmax attention that reads each key and value row once for all query heads of its KV head.
-//! [`FusedProjection`] is several projections of one input as one product. [`models::gemma4`] is a Gemma 4 text decoder whose
+//! [`attention_d512_shared_kv`] does so from half the cache, where keys follow from values. [`FusedProjection`] is several
+//! projections of one input as one product. [`models::gemma4`] is a Gemma 4 text decoder whose
 //! [cache](models::gemma4::Cache) chooses between these ops and [plain ones](attention::reference), so that both can run in
 //! one process on the same weights. [`qsa_prep`] prepares a chunk for another attention, the sparse one with an indexer.
 //!
@@ -45,6 +46,8 @@ pub mod models;
 pub mod projection;
 pub mod qsa;
 
-pub use attention::{attention_d512, AttentionD512, AttentionPartials};
+pub use attention::{
+    attention_d512, attention_d512_shared_kv, AttentionD512, AttentionPartials, RotaryKeys,
+};
 pub use projection::FusedProjection;
 pub use qsa::qsa_prep;

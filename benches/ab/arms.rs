@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{bail, Context, Result};
 use candle::{DType, Device, Tensor};
 use gem::attention::reference::{self, Visible};
-use gem::attention::CpuKernel;
+use gem::attention::{CpuKernel, RotaryKeys, RotaryTables};
 use gem::AttentionD512;
 use rayon::prelude::*;
 
@@ -38,6 +38,8 @@ pub struct Inputs {
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    /// For the arms that rebuild keys from `v`: Gemma 4's rotation, whatever `k` holds.
+    keys: RotaryKeys,
 }
 
 impl Inputs {
@@ -53,8 +55,14 @@ impl Inputs {
         let random = |heads, len| {
             Tensor::randn(0f32, 1.0, (batch, heads, len, 512), &Device::Cpu)?.to_dtype(dtype)
         };
+        let frequencies: Vec<f64> = (0..64)
+            .map(|pair| 1e6f64.powf(-2.0 * pair as f64 / 512.0))
+            .collect();
+        let tables = RotaryTables::new(&frequencies, kv_len, &Device::Cpu)?;
+        let weight = Tensor::rand(0.5f32, 1.5, 512, &Device::Cpu)?;
         Ok(Self {
             shape,
+            keys: RotaryKeys::new(&weight, &tables)?,
             q: random(q_heads, q_len)?,
             k: random(kv_heads, kv_len)?,
             v: random(kv_heads, kv_len)?,
@@ -71,6 +79,12 @@ pub fn arm(name: &str, inputs: &Inputs, python: &str) -> Result<Run> {
     };
     let op = AttentionD512::new(SCALE);
     match name {
+        "fused-kv" => {
+            let keys = inputs.keys.clone();
+            op.check_shared_kv(&q, &v, &keys)?;
+            Ok(timed(move || Ok(op.forward_shared_kv(&q, &v, &keys)?)))
+        }
+        "limit-v" => Ok(timed(move || read(&v))),
         "limit" => Ok(timed(move || read(&k).and(read(&v)))),
         "products" => {
             let shape = inputs.shape;

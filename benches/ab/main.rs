@@ -21,7 +21,7 @@ use samples::Arm;
 #[derive(Parser, Debug)]
 #[command(about = "Compares attention at head_dim 512 between arms, in interleaved rounds")]
 struct Args {
-    /// Arms: limit (reading K and V), products (multiply-adds alone), fused, fused-aligned, fused-avx512, fused-avx2, fused-portable, fused-pN (N partitions), grouped, repeat_kv, torch, torch-sdpa.
+    /// Arms: limit (reading K and V), limit-v (reading V), products (multiply-adds alone), fused, fused-kv (values alone, keys rebuilt), fused-aligned, fused-avx512, fused-avx2, fused-portable, fused-pN (N partitions), grouped, repeat_kv, torch, torch-sdpa.
     #[arg(long, value_delimiter = ',', default_value = "limit,fused,grouped")]
     arms: Vec<String>,
     /// Element type of q, K and V.

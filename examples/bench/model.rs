@@ -106,7 +106,7 @@ fn arm<'a>(
     let config = model.config();
     let (all, read) = weight_bytes(config, model.dtype());
     let caches = |tokens| {
-        let (sliding, full) = Cache::planned_bytes(config, tokens, model.dtype());
+        let (sliding, full) = Cache::planned_bytes(config, path, tokens, model.dtype());
         (sliding + full) as u64
     };
     let generates = kind == "tg";

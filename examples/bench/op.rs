@@ -6,7 +6,7 @@ use anyhow::{bail, Result};
 use candle::{DType, Device, Tensor};
 use gem::attention::gpu::{Route, Tiling};
 use gem::attention::reference::{self, Visible};
-use gem::attention::sdpa;
+use gem::attention::{sdpa, RotaryKeys, RotaryTables};
 use gem::models::gemma4::{Config, LayerKind};
 use gem::AttentionD512;
 use std::time::Instant;
@@ -52,6 +52,8 @@ enum Kernel {
     Reference,
     Sdpa,
     Fused(AttentionD512),
+    /// Keys rebuilt from values.
+    SharedKv,
 }
 
 impl Kernel {
@@ -68,6 +70,7 @@ impl Kernel {
             "reference" => Self::Reference,
             "sdpa" => Self::Sdpa,
             "fused" => Self::Fused(fused),
+            "fused-kv" => Self::SharedKv,
             "fused-tile8" => tiling(8, 1, true),
             "fused-heads2" => tiling(4, 2, true),
             "fused-direct" => tiling(4, 1, false),
@@ -80,13 +83,27 @@ impl Kernel {
         })
     }
 
-    fn run(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> candle::Result<Tensor> {
+    fn run(&self, q: &Tensor, k: &Tensor, v: &Tensor, keys: &RotaryKeys) -> candle::Result<Tensor> {
         match self {
             Self::Reference => reference::attention(q, k, v, SCALE, Visible::All),
             Self::Sdpa => sdpa::attention(q, k, v, SCALE),
             Self::Fused(op) => op.forward(q, k, v),
+            Self::SharedKv => gem::attention_d512_shared_kv(q, v, keys, SCALE),
         }
     }
+}
+
+/// Those of Gemma 4: 64 pairs of dimensions turn.
+fn rotary_keys(positions: usize, device: &Device) -> candle::Result<RotaryKeys> {
+    let dim = gem::attention::HEAD_DIM;
+    let frequencies: Vec<f64> = (0..dim / 8)
+        .map(|i| 1e6f64.powf(-2.0 * i as f64 / dim as f64))
+        .collect();
+    let weight = Tensor::ones(dim, DType::F32, device)?;
+    RotaryKeys::new(
+        &weight,
+        &RotaryTables::new(&frequencies, positions, device)?,
+    )
 }
 
 pub fn run(
@@ -124,18 +141,23 @@ pub fn run(
             random(heads.kv, len)?,
         );
         let bytes = 2 * (k.elem_count() * dtype.size_in_bytes()) as u64;
+        let keys = rotary_keys(len, device)?;
         let mut arms = Vec::new();
         for (name, kernel) in &kernels {
-            let (q, k, v) = (&q, &k, &v);
+            let (q, k, v, keys) = (&q, &k, &v, &keys);
+            let kv_bytes = match kernel {
+                Kernel::SharedKv => bytes / 2,
+                _ => bytes,
+            };
             let mut calls = 1;
             arms.push(Arm {
                 name: name.clone(),
-                bytes: Some(bytes),
-                planned_bytes: bytes + 2 * (q.elem_count() * dtype.size_in_bytes()) as u64,
+                bytes: Some(kv_bytes),
+                planned_bytes: kv_bytes + 2 * (q.elem_count() * dtype.size_in_bytes()) as u64,
                 run: Box::new(move || {
                     let start = Instant::now();
                     for _ in 0..calls {
-                        std::hint::black_box(kernel.run(q, k, v)?);
+                        std::hint::black_box(kernel.run(q, k, v, keys)?);
                     }
                     device.synchronize()?;
                     let once = start.elapsed().as_secs_f64() / calls as f64;

@@ -5,7 +5,7 @@ use crate::report::rate;
 use crate::run::{feed, new_cache};
 use anyhow::Result;
 use candle::{DType, Device, Tensor};
-use gem::models::gemma4::{AttentionPath, Cache, Model, StopTokens};
+use gem::models::gemma4::{AttentionPath, Cache, Config, Model, StopTokens};
 use serde::Serialize;
 use std::time::Instant;
 
@@ -58,6 +58,21 @@ fn feed_all(
     Ok(())
 }
 
+/// The paths that a model of this configuration can run on.
+pub fn paths(config: &Config) -> Vec<AttentionPath> {
+    let runs = |path: &AttentionPath| path.check(config).is_ok();
+    AttentionPath::ALL.into_iter().filter(runs).collect()
+}
+
+/// Names each path that [`compare`] can't run, with the reason.
+pub fn say_what_is_left_out(config: &Config) {
+    for path in AttentionPath::ALL {
+        if let Err(reason) = path.check(config) {
+            eprintln!("not compared: {reason}");
+        }
+    }
+}
+
 pub fn compare(
     model: &Model,
     prompt: &[u32],
@@ -65,7 +80,8 @@ pub fn compare(
     args: &Args,
 ) -> Result<Comparison> {
     // The first pass of a process pays for cold memory.
-    for path in AttentionPath::ALL {
+    let paths = paths(model.config());
+    for &path in &paths {
         feed(
             model,
             &mut model.new_cache(path)?,
@@ -74,7 +90,7 @@ pub fn compare(
     }
     let mut arms = Vec::new();
     let mut sides = Vec::new();
-    for path in AttentionPath::ALL {
+    for path in paths {
         arms.push(Arm {
             attention: path.name(),
             prompt_tokens_per_second: 0.0,

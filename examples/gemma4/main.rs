@@ -58,7 +58,11 @@ fn run(args: &Args, device: &Device) -> Result<()> {
     }
     let context = run::planned_context(args, ids.len()).min(limit);
     let path = args.attention.unwrap_or_default();
-    path.check(&config)?;
+    if args.ab {
+        ab::say_what_is_left_out(&config);
+    } else {
+        path.check(&config)?;
+    }
     let report = args
         .json
         .as_deref()
@@ -70,11 +74,26 @@ fn run(args: &Args, device: &Device) -> Result<()> {
             .iter()
             .map(|(_, shape)| shape.iter().product::<usize>())
             .sum();
-        let (sliding, full) = Cache::planned_bytes(&config, context, dtype);
+        // A comparison holds the caches of every path at once.
+        let paths = match args.ab {
+            true => ab::paths(&config),
+            false => vec![path],
+        };
+        let (mut sliding, mut full, mut tables) = (0, 0, 0);
+        for path in paths {
+            let bytes = Cache::planned_bytes(&config, path, context, dtype);
+            (sliding, full) = (sliding + bytes.0, full + bytes.1);
+            tables += Cache::planned_table_bytes(&config, path, context);
+        }
+        let tables = match tables {
+            0 => String::new(),
+            bytes => format!(", rotary tables {}", human(bytes as u64)),
+        };
         eprintln!(
-            "planned memory: weights {}, caches {} for {} tokens, {dtype:?}",
+            "planned memory: weights {}, caches {} ({} of it in full layers){tables} for {} tokens, {dtype:?}",
             human((elements * dtype.size_in_bytes()) as u64),
             human((sliding + full) as u64),
+            human(full as u64),
             context
         );
     }

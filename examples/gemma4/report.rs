@@ -20,6 +20,9 @@ pub fn described(path: AttentionPath) -> &'static str {
         AttentionPath::Fused => {
             "fused: attention_d512 in full-attention layers, plain candle ops elsewhere"
         }
+        AttentionPath::FusedSharedKv => {
+            "fused-kv: attention_d512_shared_kv over cached values alone in full-attention layers, plain candle ops elsewhere"
+        }
     }
 }
 
@@ -37,8 +40,12 @@ pub fn print(run: &Run) {
     );
     eprintln!("attention {}", described(run.path));
     let (sliding, full) = run.cache_bytes;
+    let tables = match run.table_bytes {
+        0 => String::new(),
+        bytes => format!(", {} of rotary tables", human(bytes as u64)),
+    };
     eprintln!(
-        "caches: {} in sliding layers, {} in full layers",
+        "caches: {} in sliding layers, {} in full layers{tables}",
         human(sliding as u64),
         human(full as u64)
     );
@@ -68,6 +75,7 @@ pub fn run_json(model: &Model, run: &Run) -> Value {
     report["finish"] = run.finish.to_string().into();
     report["sliding_cache_bytes"] = run.cache_bytes.0.into();
     report["full_cache_bytes"] = run.cache_bytes.1.into();
+    report["rotary_table_bytes"] = run.table_bytes.into();
     report
 }
 

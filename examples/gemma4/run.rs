@@ -23,6 +23,8 @@ pub struct Run {
     pub finish: Finish,
     /// Sliding layers, full layers.
     pub cache_bytes: (usize, usize),
+    /// Of rotary tables kept with the cache.
+    pub table_bytes: usize,
 }
 
 /// A cache with room for the prompt and the answer, or an error before any work.
@@ -125,6 +127,7 @@ pub fn run(
         text,
         finish,
         cache_bytes: cache.bytes(),
+        table_bytes: cache.table_bytes(),
     })
 }
 

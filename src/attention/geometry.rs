@@ -8,6 +8,9 @@ use candle::{bail, DType, Layout, Result, Tensor};
 /// The head dimension that the op is written for.
 pub const HEAD_DIM: usize = 512;
 
+const Q_DIMS: &str = "(batch, q_heads, q_len, 512)";
+const KV_DIMS: &str = "(batch, kv_heads, kv_len, 512)";
+
 /// The element offset of `index` in a tensor that starts at `start`: `start + sum(index * stride)`, in elements.
 ///
 /// `None` if it does not fit in 64 bits. Every backend takes its offsets from here or from [`RowView`], which has
@@ -99,10 +102,12 @@ pub struct AttentionGeometry {
     pub causal: bool,
     /// The query rows.
     pub q: RowView,
-    /// The key rows.
+    /// The key rows; where keys are rebuilt, the rows that they are rebuilt from.
     pub k: RowView,
     /// The value rows.
     pub v: RowView,
+    /// Keys are rebuilt from values: `k` is `v`.
+    pub shared_kv: bool,
 }
 
 impl AttentionGeometry {
@@ -134,10 +139,9 @@ impl AttentionGeometry {
         (v, v_dtype): (&Layout, DType),
         causal: bool,
     ) -> Result<Self> {
-        let [batch, q_heads, q_len] = leading_dims(op, "q", q, "(batch, q_heads, q_len, 512)")?;
-        let [k_batch, kv_heads, kv_len] =
-            leading_dims(op, "k", k, "(batch, kv_heads, kv_len, 512)")?;
-        leading_dims(op, "v", v, "(batch, kv_heads, kv_len, 512)")?;
+        leading_dims(op, "q", q, Q_DIMS)?;
+        leading_dims(op, "k", k, KV_DIMS)?;
+        leading_dims(op, "v", v, KV_DIMS)?;
         if k.dims() != v.dims() {
             bail!(
                 "{op}: k and v must have one shape, got k {:?} and v {:?}",
@@ -145,16 +149,55 @@ impl AttentionGeometry {
                 v.dims()
             );
         }
-        if k_batch != batch {
-            bail!("{op}: q has batch {batch}, k and v have batch {k_batch}, want the same");
+        Self::of(op, (q, q_dtype), Some((k, k_dtype)), (v, v_dtype), causal)
+    }
+
+    /// Checks two tensors where keys are rebuilt from values; `op` prefixes the errors.
+    pub fn new_shared_kv(op: &str, q: &Tensor, v: &Tensor, causal: bool) -> Result<Self> {
+        if !v.device().same_device(q.device()) {
+            bail!(
+                "{op}: q and v must be on one device, got q on {:?} and v on {:?}",
+                q.device().location(),
+                v.device().location()
+            );
+        }
+        Self::shared_kv_from_layouts(op, (q.layout(), q.dtype()), (v.layout(), v.dtype()), causal)
+    }
+
+    /// As [`AttentionGeometry::new_shared_kv`], from what an executor is handed.
+    pub fn shared_kv_from_layouts(
+        op: &str,
+        q: (&Layout, DType),
+        v: (&Layout, DType),
+        causal: bool,
+    ) -> Result<Self> {
+        Self::of(op, q, None, v, causal)
+    }
+
+    /// `k` is as `v` in shape, if there is one.
+    fn of(
+        op: &str,
+        (q, q_dtype): (&Layout, DType),
+        k: Option<(&Layout, DType)>,
+        (v, v_dtype): (&Layout, DType),
+        causal: bool,
+    ) -> Result<Self> {
+        let [batch, q_heads, q_len] = leading_dims(op, "q", q, Q_DIMS)?;
+        let [kv_batch, kv_heads, kv_len] = leading_dims(op, "v", v, KV_DIMS)?;
+        let (kv, have, are) = match k {
+            Some(_) => ("k and v", "have", "are"),
+            None => ("v", "has", "is"),
+        };
+        if kv_batch != batch {
+            bail!("{op}: q has batch {batch}, {kv} {have} batch {kv_batch}, want the same");
         }
         if batch == 0 || q_heads == 0 || q_len == 0 {
             bail!("{op}: q of shape {:?} is empty", q.dims());
         }
         if kv_heads == 0 || kv_len == 0 {
             bail!(
-                "{op}: k and v of shape {:?} are empty, want at least one key",
-                k.dims()
+                "{op}: {kv} of shape {:?} {are} empty, want at least one key",
+                v.dims()
             );
         }
         if q_heads % kv_heads != 0 {
@@ -175,8 +218,12 @@ impl AttentionGeometry {
             kv_len,
             causal,
             q: RowView::new(op, "q", q_dtype, q)?,
-            k: RowView::new(op, "k", k_dtype, k)?,
+            k: match k {
+                Some((k, dtype)) => RowView::new(op, "k", dtype, k)?,
+                None => RowView::new(op, "v", v_dtype, v)?,
+            },
             v: RowView::new(op, "v", v_dtype, v)?,
+            shared_kv: k.is_none(),
         })
     }
 
@@ -194,10 +241,14 @@ impl AttentionGeometry {
         self.group * self.q_len
     }
 
-    /// Bytes of K and V that one pass reads.
+    /// Bytes of K and V, or of V alone where keys are rebuilt, that one pass reads.
     pub fn kv_bytes(&self) -> u64 {
         let elements = (self.batch * self.kv_heads * self.kv_len * HEAD_DIM) as u64;
-        elements * (self.k.dtype.size_in_bytes() + self.v.dtype.size_in_bytes()) as u64
+        let k = match self.shared_kv {
+            true => 0,
+            false => self.k.dtype.size_in_bytes(),
+        };
+        elements * (k + self.v.dtype.size_in_bytes()) as u64
     }
 }
 

@@ -11,10 +11,12 @@
 mod cpu;
 pub mod geometry;
 pub mod gpu;
+mod keys;
 pub mod partial;
 pub mod plan;
 pub mod reference;
 pub mod sdpa;
+mod shared_kv;
 mod store;
 
 use candle::{bail, CpuStorage, CudaStorage, CustomOp3, DType, Layout, MetalStorage};
@@ -24,8 +26,11 @@ use half::{bf16, f16};
 use crate::backend::no_code_for;
 pub use crate::cpu::CpuKernel;
 pub use geometry::{AttentionGeometry, HEAD_DIM};
+pub(crate) use keys::cos_sin;
+pub use keys::{RotaryKeys, RotaryTables};
 pub use partial::AttentionPartials;
 use plan::{Partitions, ScratchBytes};
+pub use shared_kv::attention_d512_shared_kv;
 use store::Stored;
 
 const NAME: &str = "attention_d512";
@@ -135,7 +140,7 @@ impl AttentionD512 {
     /// multiples of 4 elements, a route that the shape has no use for, more than 4 GiB of partial states, and sizes past what a
     /// launch takes.
     pub fn check(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionGeometry> {
-        self.check_settings()?;
+        self.check_settings(NAME)?;
         let geometry = AttentionGeometry::new(NAME, q, k, v, self.causal)?;
         let partitions = self.plan(&geometry)?;
         if !q.device().is_cpu() {
@@ -163,10 +168,7 @@ impl AttentionD512 {
     /// [`AttentionD512::check`].
     pub fn partials(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionPartials> {
         let g = self.check(q, k, v)?;
-        let partitions = self.plan(&g)?.count();
-        if partitions > MOST_STATES {
-            bail!("{NAME}: got {partitions} partitions, want at most {MOST_STATES} where their states are kept");
-        }
+        let partitions = self.states(NAME, &g)?;
         let packed = q.apply_op3(
             k,
             v,
@@ -178,10 +180,19 @@ impl AttentionD512 {
         AttentionPartials::unpack(&packed, [partitions, g.batch, g.q_heads, g.q_len, HEAD_DIM])
     }
 
-    fn check_settings(&self) -> Result<()> {
+    /// Partitions, if their states can be asked for.
+    fn states(&self, op: &str, g: &AttentionGeometry) -> Result<usize> {
+        let partitions = self.plan(g)?.count();
+        if partitions > MOST_STATES {
+            bail!("{op}: got {partitions} partitions, want at most {MOST_STATES} where their states are kept");
+        }
+        Ok(partitions)
+    }
+
+    fn check_settings(&self, op: &str) -> Result<()> {
         if !self.softmax_scale.is_finite() {
             bail!(
-                "{NAME}: got a softmax_scale of {}, want a finite one",
+                "{op}: got a softmax_scale of {}, want a finite one",
                 self.softmax_scale
             );
         }

@@ -54,6 +54,24 @@ const _: () = {
     assert!(size_of::<GemStates>() == 48);
     assert!(offset_of!(GemStates, rows) == 24);
     assert!(offset_of!(GemStates, padding) == 44);
+};
+
+/// `GemSharedKv`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GemSharedKv {
+    pub attention: GemAttention,
+    pub weight: u64,
+    pub angles: u64,
+    pub pairs: u32,
+    pub unused: u32,
+}
+
+const _: () = {
+    assert!(size_of::<GemSharedKv>() == 168);
+    assert!(offset_of!(GemSharedKv, weight) == 144);
+    assert!(offset_of!(GemSharedKv, angles) == 152);
+    assert!(offset_of!(GemSharedKv, pairs) == 160);
     assert!(size_of::<GemRows>() == 32);
     assert!(size_of::<GemAttention>() == 144);
     assert!(offset_of!(GemAttention, k) == 32);
@@ -204,6 +222,24 @@ impl GemQsaPrep {
             .flat_map(|x| x.to_ne_bytes())
             .collect();
         bytes.extend(narrow.iter().flat_map(|x| x.to_ne_bytes()));
+        bytes
+    }
+}
+
+impl GemSharedKv {
+    /// The bytes as the kernels read them.
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut bytes = self.attention.bytes();
+        bytes.extend(
+            [self.weight, self.angles]
+                .iter()
+                .flat_map(|x| x.to_ne_bytes()),
+        );
+        bytes.extend(
+            [self.pairs, self.unused]
+                .iter()
+                .flat_map(|x| x.to_ne_bytes()),
+        );
         bytes
     }
 }

@@ -102,6 +102,8 @@ pub enum Source {
     AttentionStates,
     /// The first pass on the matrix units.
     AttentionMatrix,
+    /// The first pass that rebuilds keys from values.
+    AttentionSharedKv,
     /// The unfused baseline.
     AttentionStaged,
     /// The fused projection.
@@ -115,10 +117,11 @@ pub const GEM_H: &str = include_str!("../../metal/gem.h");
 
 impl Source {
     /// Every file but the header.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::AttentionD512,
         Self::AttentionStates,
         Self::AttentionMatrix,
+        Self::AttentionSharedKv,
         Self::AttentionStaged,
         Self::Projection,
         Self::QsaPrep,
@@ -130,6 +133,7 @@ impl Source {
             Self::AttentionD512 => "attention_d512.metal",
             Self::AttentionStates => "attention_states.metal",
             Self::AttentionMatrix => "attention_matrix.metal",
+            Self::AttentionSharedKv => "attention_shared_kv.metal",
             Self::AttentionStaged => "attention_staged.metal",
             Self::Projection => "projection.metal",
             Self::QsaPrep => "qsa_prep.metal",
@@ -155,6 +159,7 @@ impl Source {
             Self::AttentionD512 => include_str!("../../metal/attention_d512.metal"),
             Self::AttentionStates => include_str!("../../metal/attention_states.metal"),
             Self::AttentionMatrix => include_str!("../../metal/attention_matrix.metal"),
+            Self::AttentionSharedKv => include_str!("../../metal/attention_shared_kv.metal"),
             Self::AttentionStaged => include_str!("../../metal/attention_staged.metal"),
             Self::Projection => include_str!("../../metal/projection.metal"),
             Self::QsaPrep => include_str!("../../metal/qsa_prep.metal"),

@@ -16,6 +16,7 @@ pub(crate) trait Isa: Copy {
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
     unsafe fn load_f16(p: *const f16) -> Self::V;
+    unsafe fn load_bf16(p: *const bf16) -> Self::V;
     /// `2 * W` elements: those with an even index, those with an odd one. Two operations on whole words widen them,
     /// where keeping the order would take four; see [`Order`].
     unsafe fn load_bf16_pairs(p: *const bf16) -> [Self::V; 2];
@@ -47,6 +48,13 @@ pub(crate) trait Element: Copy + 'static {
     ///
     /// As for [`Isa`].
     unsafe fn load2<I: Isa>(p: *const Self) -> [I::V; 2];
+
+    /// `W` elements as they are, whatever the order of the type.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Isa`].
+    unsafe fn load<I: Isa>(p: *const Self) -> I::V;
 }
 
 impl Element for f32 {
@@ -55,6 +63,11 @@ impl Element for f32 {
     #[inline(always)]
     unsafe fn load2<I: Isa>(p: *const Self) -> [I::V; 2] {
         [I::load(p), I::load(p.add(I::W))]
+    }
+
+    #[inline(always)]
+    unsafe fn load<I: Isa>(p: *const Self) -> I::V {
+        I::load(p)
     }
 }
 
@@ -65,6 +78,11 @@ impl Element for f16 {
     unsafe fn load2<I: Isa>(p: *const Self) -> [I::V; 2] {
         [I::load_f16(p), I::load_f16(p.add(I::W))]
     }
+
+    #[inline(always)]
+    unsafe fn load<I: Isa>(p: *const Self) -> I::V {
+        I::load_f16(p)
+    }
 }
 
 impl Element for bf16 {
@@ -73,6 +91,11 @@ impl Element for bf16 {
     #[inline(always)]
     unsafe fn load2<I: Isa>(p: *const Self) -> [I::V; 2] {
         I::load_bf16_pairs(p)
+    }
+
+    #[inline(always)]
+    unsafe fn load<I: Isa>(p: *const Self) -> I::V {
+        I::load_bf16(p)
     }
 }
 
@@ -172,6 +195,12 @@ impl Isa for Portable {
     unsafe fn load_f16(p: *const f16) -> Self::V {
         let bits = p.cast::<[u16; 8]>().read();
         lanes!(|i| f16_to_f32(bits[i]))
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const bf16) -> Self::V {
+        let bits = p.cast::<[u16; 8]>().read();
+        lanes!(|i| f32::from_bits((bits[i] as u32) << 16))
     }
 
     #[inline(always)]

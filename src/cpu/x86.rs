@@ -30,6 +30,12 @@ impl Isa for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_bf16(p: *const bf16) -> Self::V {
+        let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+    }
+
+    #[inline(always)]
     unsafe fn load_bf16_pairs(p: *const bf16) -> [Self::V; 2] {
         let pairs = _mm256_loadu_si256(p.cast());
         let odd = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff_0000u32 as i32));
@@ -124,6 +130,12 @@ impl Isa for Avx512 {
     #[inline(always)]
     unsafe fn load_f16(p: *const f16) -> Self::V {
         _mm512_cvtph_ps(_mm256_loadu_si256(p.cast()))
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const bf16) -> Self::V {
+        let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
     }
 
     #[inline(always)]

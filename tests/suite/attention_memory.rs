@@ -1,9 +1,10 @@
 //! Peak memory of a prefill.
 
 use candle::{DType, Device, Result, Tensor};
-use gem::attention_d512;
+use gem::{attention_d512, attention_d512_shared_kv};
 
 use crate::attention_support::SCALE;
+use crate::shared_kv_support::turning;
 
 const CHILD: &str = "attention_memory::prefill_in_a_process_of_its_own";
 
@@ -28,8 +29,12 @@ fn prefill_in_a_process_of_its_own() -> Result<()> {
         .and_then(|len| len.parse().ok())
         .unwrap_or(256);
     let t = Tensor::ones((1, 1, len, 512), DType::F32, &Device::Cpu)?;
+    let keys = turning(1, 64, 0)?.keys(len)?;
     let before = peak_kib();
-    attention_d512(&t, &t, &t, SCALE)?;
+    match std::env::var("GEM_TEST_OP").as_deref() {
+        Ok("shared_kv") => attention_d512_shared_kv(&t, &t, &keys, SCALE)?,
+        _ => attention_d512(&t, &t, &t, SCALE)?,
+    };
     println!("grew by {} KiB", peak_kib() - before);
     Ok(())
 }
@@ -38,11 +43,24 @@ fn prefill_in_a_process_of_its_own() -> Result<()> {
 #[test]
 #[cfg(target_os = "linux")]
 fn prefill_memory_grows_linearly_with_the_length() {
+    assert_linear("stored");
+}
+
+/// All keys of 8,192 tokens would be 16 MiB, as much as the margin: it is a tile of them that exists at a time.
+#[test]
+#[cfg(target_os = "linux")]
+fn prefill_memory_grows_linearly_where_keys_are_rebuilt() {
+    assert_linear("shared_kv");
+}
+
+#[cfg(target_os = "linux")]
+fn assert_linear(op: &str) {
     let grew = |len: usize| -> usize {
         let exe = std::env::current_exe().unwrap();
         let output = std::process::Command::new(exe)
             .args(["--exact", CHILD, "--ignored", "--nocapture"])
             .env("GEM_TEST_LEN", len.to_string())
+            .env("GEM_TEST_OP", op)
             // Buffers are kept per thread, and a machine with many would pass the margin.
             .env("RAYON_NUM_THREADS", "2")
             .output()

@@ -71,7 +71,7 @@ fn without_arguments_it_finds_the_secret_words_and_prints_nothing_else() {
 }
 
 #[test]
-fn both_paths_continue_a_story_with_the_same_text() {
+fn every_path_continues_a_story_with_the_same_text() {
     let story = [
         "--prompt",
         "Once upon a time there was",
@@ -80,7 +80,8 @@ fn both_paths_continue_a_story_with_the_same_text() {
         "--quiet",
         "--attention",
     ];
-    let texts = ["reference", "fused"].map(|path| gemma4(&[&story[..], &[path]].concat()));
+    let texts =
+        ["reference", "fused", "fused-kv"].map(|path| gemma4(&[&story[..], &[path]].concat()));
     for out in &texts {
         assert!(out.success, "{}", out.stderr);
         assert!(
@@ -91,6 +92,7 @@ fn both_paths_continue_a_story_with_the_same_text() {
         assert_eq!(out.stderr, "");
     }
     assert_eq!(texts[0].stdout, texts[1].stdout);
+    assert_eq!(texts[0].stdout, texts[2].stdout);
 }
 
 #[test]
@@ -143,7 +145,7 @@ fn the_same_seed_samples_the_same_text() {
 }
 
 #[test]
-fn ab_says_that_both_paths_give_the_same_tokens() {
+fn ab_says_that_every_path_gives_the_same_tokens() {
     let out = gemma4(&["--ab", "--prompt", "Once upon a time there was", "-n", "16"]);
     assert!(out.success, "{}", out.stderr);
     let rows: Vec<_> = out
@@ -152,14 +154,23 @@ fn ab_says_that_both_paths_give_the_same_tokens() {
         .skip(2)
         .map(|row| row.split('|').map(str::trim).collect::<Vec<_>>())
         .collect();
-    assert_eq!(rows.len(), 2, "{}", out.stdout);
-    assert_eq!((rows[0][1], rows[1][1]), ("reference", "fused"));
+    let names: Vec<_> = rows.iter().map(|row| row[1]).collect();
+    assert_eq!(names, ["reference", "fused", "fused-kv"], "{}", out.stdout);
+    let full_cache = |row: &[&str]| row[7].parse::<f64>().unwrap();
+    assert_eq!(
+        full_cache(&rows[1]),
+        2.0 * full_cache(&rows[2]),
+        "{}",
+        out.stdout
+    );
+    // f32 logits of a rebuilt key are those of a stored one.
+    assert_eq!(rows[1][5], rows[2][5], "{}", out.stdout);
     for row in rows {
         assert_eq!(row[4], "all 16");
         let difference = row[5].parse::<f32>().unwrap();
         // Two paths that agree to the last bit would be one.
         assert!(
-            difference < 1e-3 && (difference > 0.0) == (row[1] == "fused"),
+            difference < 1e-3 && (difference > 0.0) == (row[1] != "reference"),
             "{}",
             out.stdout
         );
@@ -223,7 +234,7 @@ fn mistakes_are_named_before_any_work_and_fail() {
     let cases: [(&[&str], &str); 15] = [
         (
             &["--attention", "flash"],
-            "want one of [\"reference\", \"fused\"]",
+            "want one of [\"reference\", \"fused\", \"fused-kv\"]",
         ),
         (
             &["--prompt", "a", "--prompt-file", "b"],

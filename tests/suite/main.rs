@@ -36,6 +36,9 @@ mod qsa_refusals;
 mod qsa_support;
 mod reference_attention;
 mod rope;
+mod shared_kv;
+mod shared_kv_model;
+mod shared_kv_support;
 mod stream;
 mod trained_model;
 mod verify;
@@ -59,6 +62,8 @@ mod metal_projection_plan;
 mod metal_projection_traffic;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod metal_qsa_prep;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod metal_shared_kv;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod metal_states;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]

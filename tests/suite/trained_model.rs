@@ -123,7 +123,7 @@ fn tokenizer() -> Tokenizer {
     Tokenizer::from_file(trained_model().join("tokenizer.json")).unwrap()
 }
 
-/// Both paths give the right answer, and so the same tokens.
+/// Every path gives the right answer, and so the same tokens.
 fn assert_secret_is_found(trained: &Trained, length: usize, chunk: usize, depth: f64) {
     let tokenizer = tokenizer();
     let (prompt, want) = secret(&tokenizer, length, depth, length as u64);
@@ -196,7 +196,7 @@ fn the_secret_is_found_up_to_16384_tokens() {
         ] {
             assert_secret_is_found(&trained, length, chunk.min(length), depth);
             println!(
-                "{length} tokens in chunks of {}: found by both paths",
+                "{length} tokens in chunks of {}: found by every path",
                 chunk.min(length)
             );
         }

@@ -69,7 +69,7 @@ pub(super) struct Addend<'a> {
 /// Cache lines that `elements` of the type at hand fill: what is prefetched for as many elements of the rows ahead, which
 /// nearly always have the same type. A number known at compile time costs nothing in the innermost loops.
 #[inline(always)]
-fn lines<E>(elements: usize) -> usize {
+pub(super) fn lines<E>(elements: usize) -> usize {
     (elements * size_of::<E>()).div_ceil(64)
 }
 

@@ -6,6 +6,7 @@ use candle::Result;
 use super::bf16;
 use super::body::{self, Addend, BlockHalves, BlockRows, BlockState, Scores};
 use super::rows::{Addresses, Elements, Rows};
+use super::shared::{self, Shared, Strip};
 use crate::attention::geometry::HEAD_DIM;
 use crate::cpu::isa::{Isa, Order, Portable};
 #[cfg(target_arch = "x86_64")]
@@ -37,6 +38,9 @@ type HalvesFn = unsafe fn(&BlockHalves, usize, &Rows, f32, &mut Scores, &Address
 type SoftmaxFn = unsafe fn(&mut Scores, usize, &mut BlockState);
 type AccumulateFn = unsafe fn(Addend, &Rows, &mut BlockRows, &Addresses);
 type WidenFn = unsafe fn(&Rows, &mut [[f32; HEAD_DIM]]);
+type RebuildFn = unsafe fn(&Shared, &mut [[f32; HEAD_DIM]]);
+type SharedScoresFn =
+    unsafe fn(&BlockRows, usize, &Shared, f32, &mut Strip, &mut Scores, &Addresses);
 
 /// Query rows of a block.
 #[derive(Clone, Copy)]
@@ -55,6 +59,8 @@ pub(super) struct Kernels {
     softmax: SoftmaxFn,
     accumulate: AccumulateFn,
     widen: WidenFn,
+    rebuild: RebuildFn,
+    shared_scores: SharedScoresFn,
     lanes: usize,
 }
 
@@ -110,6 +116,34 @@ impl Kernels {
         // SAFETY: as above.
         unsafe { (self.widen)(rows, to) }
     }
+
+    /// See [`shared::rebuild`].
+    pub fn rebuild(&self, k: &Shared, to: &mut [[f32; HEAD_DIM]]) {
+        // SAFETY: as above.
+        unsafe { (self.rebuild)(k, to) }
+    }
+
+    /// See [`shared::scores`].
+    #[allow(clippy::too_many_arguments)]
+    pub fn shared_scores(
+        &self,
+        q: Queries,
+        rows: usize,
+        k: &Shared,
+        scale: f32,
+        strip: &mut Strip,
+        out: &mut Scores,
+        ahead: &Addresses,
+    ) {
+        match q {
+            // SAFETY: as above.
+            Queries::Wide(q) => unsafe {
+                (self.shared_scores)(q, rows, k, scale, strip, out, ahead)
+            },
+            // Keys that are rebuilt are f32, so queries are widened.
+            Queries::Halves(_) => out.fill(f32::NAN),
+        }
+    }
 }
 
 macro_rules! kernels {
@@ -123,6 +157,8 @@ macro_rules! kernels {
                 softmax,
                 accumulate,
                 widen,
+                rebuild,
+                shared_scores,
                 lanes: <$isa>::W,
             };
 
@@ -162,6 +198,38 @@ macro_rules! kernels {
                     Elements::F32(all) => body::widen::<$isa, _>(rows, all, to),
                     Elements::F16(all) => body::widen::<$isa, _>(rows, all, to),
                     Elements::BF16(all) => body::widen::<$isa, _>(rows, all, to),
+                }
+            }
+
+            $(#[$features])?
+            unsafe fn rebuild(k: &Shared, to: &mut [[f32; HEAD_DIM]]) {
+                match k.values.elements() {
+                    Elements::F32(all) => shared::rebuild::<$isa, _>(k, all, to),
+                    Elements::F16(all) => shared::rebuild::<$isa, _>(k, all, to),
+                    Elements::BF16(all) => shared::rebuild::<$isa, _>(k, all, to),
+                }
+            }
+
+            $(#[$features])?
+            unsafe fn shared_scores(
+                q: &BlockRows,
+                rows: usize,
+                k: &Shared,
+                scale: f32,
+                strip: &mut Strip,
+                out: &mut Scores,
+                ahead: &Addresses,
+            ) {
+                match k.values.elements() {
+                    Elements::F32(all) => {
+                        shared::scores::<$isa, _, true>(q, rows, k, all, scale, strip, out, ahead)
+                    }
+                    Elements::F16(all) => {
+                        shared::scores::<$isa, _, false>(q, rows, k, all, scale, strip, out, ahead)
+                    }
+                    Elements::BF16(all) => {
+                        shared::scores::<$isa, _, false>(q, rows, k, all, scale, strip, out, ahead)
+                    }
                 }
             }
         }

@@ -10,6 +10,7 @@ mod exp;
 mod kernels;
 mod rows;
 mod scratch;
+mod shared;
 mod tile;
 
 use std::cell::RefCell;
@@ -22,7 +23,8 @@ use body::BlockState;
 use kernels::Kernels;
 use rows::Elements;
 use scratch::Scratch;
-use tile::{attend, state_of, RowTile, Work};
+use shared::Turns;
+use tile::{attend, state_of, Keys, RowTile, Work};
 
 use super::geometry::{AttentionGeometry, RowView, HEAD_DIM};
 use super::partial::finish_row;
@@ -44,8 +46,10 @@ pub(super) struct Call<'a> {
     scale: f32,
     kernels: Kernels,
     q: Elements<'a>,
+    /// Of the values, where keys are rebuilt from them.
     k: Elements<'a>,
     v: Elements<'a>,
+    turns: Option<Turns<'a>>,
 }
 
 /// What a thread keeps from task to task.
@@ -102,6 +106,41 @@ impl<'a> Call<'a> {
             q: Elements::new("q", q, &geometry.q)?,
             k: Elements::new("k", k, &geometry.k)?,
             v: Elements::new("v", v, &geometry.v)?,
+            turns: None,
+        })
+    }
+
+    /// As [`Call::new`] with keys that are rebuilt from the values: `weight` has 512 elements, `angles` a row for each cached
+    /// token, of as many cosines as sines.
+    pub fn rebuilding(
+        geometry: &'a AttentionGeometry,
+        partitions: Partitions,
+        scale: f32,
+        kernel: CpuKernel,
+        [q, v]: [&'a CpuStorage; 2],
+        weight: &'a [f32],
+        angles: &'a [f32],
+    ) -> Result<Self> {
+        let pairs = angles.len() / geometry.kv_len / 2;
+        let turns = match weight.try_into() {
+            Ok(weight) if angles.len() == 2 * pairs * geometry.kv_len && pairs.is_multiple_of(32) => {
+                Turns {
+                    weight,
+                    rows: angles,
+                    pairs,
+                }
+            }
+            _ => bail!(
+                "attention_d512_shared_kv: got {} weights and {} angles for {} tokens, want {HEAD_DIM} and whole vectors a token",
+                weight.len(),
+                angles.len(),
+                geometry.kv_len
+            ),
+        };
+        let call = Self::new(geometry, partitions, scale, kernel, [q, v, v])?;
+        Ok(Self {
+            turns: Some(turns),
+            ..call
         })
     }
 
@@ -229,7 +268,12 @@ impl<'a> Call<'a> {
         let mut numerators = Scratch::take(tiles.len() * partitions * slot);
         let mut blocks = vec![Vec::new(); tiles.len() * partitions];
         let tasks = numerators.chunks_mut(slot).zip(&mut blocks).enumerate();
-        self.each(tasks.collect(), |(task, (numerators, blocks))| {
+        let mut tasks: Vec<_> = tasks.collect();
+        if self.turns.is_some() {
+            // The heads of a batch row share the angles of a partition while they are in the cache.
+            tasks.sort_by_key(|(task, _)| task % partitions);
+        }
+        self.each(tasks, |(task, (numerators, blocks))| {
             let (unit, tile) = &tiles[task / partitions];
             let range = self.partitions.range(task % partitions);
             let numerators = &mut numerators[..tile.len()];
@@ -259,11 +303,15 @@ impl<'a> Call<'a> {
             let start = view.head_start(head / g.kv_heads, head % g.kv_heads);
             elements.rows(start, view.row_stride, g.kv_len)
         };
-        let (k, v) = (rows(self.k, &g.k), rows(self.v, &g.v));
+        let v = rows(self.v, &g.v);
+        let keys = match self.turns {
+            Some(turns) => Keys::Rebuilt(turns),
+            None => Keys::Stored(rows(self.k, &g.k)),
+        };
         attend(
             &self.kernels,
             tile,
-            k,
+            keys,
             v,
             range,
             self.scale,
@@ -284,7 +332,7 @@ impl<'a> Call<'a> {
             let start = g.q.head_start(batch, q_head) + row as u64 * g.q.row_stride;
             (start, g.visible(row))
         });
-        tile.load(&self.kernels, self.q, self.k, rows);
+        tile.load(&self.kernels, self.q, self.k, self.turns.as_ref(), rows);
     }
 
     fn tiles_per_kv_head(&self) -> usize {

@@ -34,6 +34,10 @@ impl<'a> Elements<'a> {
         Ok(elements)
     }
 
+    pub fn is_f32(self) -> bool {
+        matches!(self, Self::F32(_))
+    }
+
     /// `len` rows from element `start` on, `stride` elements apart.
     pub fn rows(self, start: u64, stride: u64, len: usize) -> Rows<'a> {
         Rows {
@@ -75,7 +79,7 @@ impl<'a> Rows<'a> {
     }
 
     pub fn is_f32(&self) -> bool {
-        matches!(self.elements, Elements::F32(_))
+        self.elements.is_f32()
     }
 
     pub fn elements(&self) -> Elements<'a> {

@@ -6,7 +6,8 @@ use half::bf16;
 
 use super::body::{Addend, BlockRows, BlockState, Part, Scores, BLOCK, TILE};
 use super::kernels::{Kernels, Queries};
-use super::rows::{Elements, Rows};
+use super::rows::{Addresses, Elements, Rows};
+use super::shared::{Shared, Strip, Turns, HALF};
 use crate::attention::geometry::HEAD_DIM;
 use crate::attention::plan::ROW_TILE;
 use crate::cpu::lines::Lines;
@@ -31,17 +32,19 @@ impl RowTile {
         }
     }
 
-    /// Takes the rows of `q` given as `(element offset, visible keys)`, made ready for keys of type `k`.
+    /// Takes the rows of `q` given as `(element offset, visible keys)`, made ready for keys of type `k`, or for keys that
+    /// `turns` rebuilds from values of type `k`.
     pub fn load(
         &mut self,
         kernels: &Kernels,
         q: Elements,
         k: Elements,
+        turns: Option<&Turns>,
         rows: impl Iterator<Item = (u64, usize)>,
     ) {
         let (starts, visible): (Vec<u64>, Vec<usize>) = rows.unzip();
         self.visible = visible;
-        self.keeps_halves = kernels.keeps_halves(q, k);
+        self.keeps_halves = turns.is_none() && kernels.keeps_halves(q, k);
         let (used, len) = (starts.len() * HEAD_DIM, self.len());
         let rows = starts.iter().map(|start| q.rows(*start, 0, 1));
         if self.keeps_halves {
@@ -58,7 +61,23 @@ impl RowTile {
             let order = kernels.order(k);
             for (row, to) in rows.zip(self.wide.chunks_exact_mut(HEAD_DIM)) {
                 row.widen(to);
-                order.apply(to);
+                match turns {
+                    None => order.apply(to),
+                    // Several blocks score whole keys, in plain order.
+                    Some(_) if len > BLOCK * HEAD_DIM => {}
+                    Some(turns) => {
+                        for half in 0..2 {
+                            // What turns is rebuilt in plain order, weight and all.
+                            let still = half * HALF + turns.pairs..(half + 1) * HALF;
+                            if !k.is_f32() {
+                                let weight = &turns.weight[still.clone()];
+                                let pairs = to[still.clone()].iter_mut().zip(weight);
+                                pairs.for_each(|(q, weight)| *q *= weight);
+                            }
+                            order.apply(&mut to[still]);
+                        }
+                    }
+                }
             }
         }
     }
@@ -92,6 +111,7 @@ impl RowTile {
 pub(super) struct Work {
     scores: Vec<Scores>,
     wide: Lines,
+    strip: Lines,
 }
 
 impl Work {
@@ -99,6 +119,53 @@ impl Work {
         Self {
             scores: vec![[0.0; TILE * BLOCK]; ROW_TILE.div_ceil(BLOCK)],
             wide: Lines::zeros(TILE * HEAD_DIM),
+            strip: Lines::zeros(size_of::<Strip>() / size_of::<f32>()),
+        }
+    }
+}
+
+/// Where the keys of a head come from.
+#[derive(Clone, Copy)]
+pub(super) enum Keys<'a> {
+    Stored(Rows<'a>),
+    /// Rebuilt from the values.
+    Rebuilt(Turns<'a>),
+}
+
+/// The keys of a tile, ready to be scored.
+#[derive(Clone, Copy)]
+enum TileKeys<'a> {
+    Rows(Rows<'a>),
+    Shared(Shared<'a>),
+}
+
+impl TileKeys<'_> {
+    /// Of the first `keys`.
+    #[allow(clippy::too_many_arguments)]
+    fn scores(
+        &self,
+        kernels: &Kernels,
+        (q, rows): (Queries, usize),
+        keys: usize,
+        scale: f32,
+        strip: &mut Strip,
+        out: &mut Scores,
+        ahead: &Addresses,
+    ) {
+        match *self {
+            Self::Rows(all) => kernels.scores(q, rows, &all.slice(0, keys), scale, out, ahead),
+            Self::Shared(all) => {
+                let values = all.values.slice(0, keys);
+                let first = Shared { values, ..all };
+                kernels.shared_scores(q, rows, &first, scale, strip, out, ahead)
+            }
+        }
+    }
+
+    fn addresses(&self) -> Addresses {
+        match self {
+            Self::Rows(rows) => rows.addresses(),
+            Self::Shared(shared) => shared.values.addresses(),
         }
     }
 }
@@ -114,7 +181,7 @@ pub(super) fn state_of(blocks: &[BlockState], row: usize) -> (f32, f32) {
 pub(super) fn attend(
     kernels: &Kernels,
     tile: &RowTile,
-    k: Rows,
+    keys: Keys,
     v: Rows,
     range: Range<usize>,
     scale: f32,
@@ -134,15 +201,39 @@ pub(super) fn attend(
     let end = range.end.min(seen);
     for first in range.clone().step_by(TILE).take_while(|t| *t < end) {
         let len = TILE.min(end - first);
-        let (keys, values) = (k.slice(first, len), v.slice(first, len));
+        let values = v.slice(first, len);
         // Each half of the work on a tile brings in what the other half will read next.
-        let next_keys = k.slice(first + len, TILE).addresses();
-        let next_values = values.addresses();
-
-        let keys = if tile.keeps_halves {
-            keys
-        } else {
-            stage(kernels, keys, tile, &mut work.wide)
+        let next_keys;
+        let tile_keys = match &keys {
+            Keys::Stored(k) => {
+                let keys = k.slice(first, len);
+                next_keys = k.slice(first + len, TILE).addresses();
+                match tile.keeps_halves {
+                    true => TileKeys::Rows(keys),
+                    false => TileKeys::Rows(stage(kernels, keys, tile, &mut work.wide)),
+                }
+            }
+            Keys::Rebuilt(turns) => {
+                let token = first;
+                let shared = Shared {
+                    values,
+                    token,
+                    turns,
+                };
+                next_keys = v.slice(first + len, TILE).addresses();
+                match tile.blocks() {
+                    1 => TileKeys::Shared(shared),
+                    _ => {
+                        kernels.rebuild(&shared, work.wide.as_chunks_mut().0);
+                        TileKeys::Rows(Rows::contiguous(&work.wide[..len * HEAD_DIM]))
+                    }
+                }
+            }
+        };
+        // Values that keys are rebuilt from are there already.
+        let next_values = match keys {
+            Keys::Stored(_) => values.addresses(),
+            Keys::Rebuilt(_) => next_keys,
         };
         for (b, scores) in work.scores.iter_mut().enumerate().take(tile.blocks()) {
             let seen = tile.seen(b, first, len);
@@ -153,10 +244,11 @@ pub(super) fn attend(
             let ahead = if b == 0 {
                 next_values
             } else {
-                keys.addresses()
+                tile_keys.addresses()
             };
-            let (q, rows) = (tile.block(b), seen.clone().count());
-            kernels.scores(q, rows, &keys.slice(0, most), scale, scores, &ahead);
+            let q = (tile.block(b), seen.clone().count());
+            let strip = &mut work.strip.as_chunks_mut().0[0];
+            tile_keys.scores(kernels, q, most, scale, strip, scores, &ahead);
             for (row, seen) in seen.enumerate() {
                 // Takes the keys that a row does not see out of its softmax.
                 (seen..most).for_each(|t| scores[t * BLOCK + row] = f32::NEG_INFINITY);

@@ -1,5 +1,6 @@
 //! Which kernels a GPU runs for a geometry, on which grid, with which scratch: the only place that knows.
 
+mod shared_kv;
 pub mod states;
 
 use super::geometry::{AttentionGeometry, RowView, HEAD_DIM};
@@ -10,6 +11,8 @@ use crate::backend::plan::{Binding, Output, Pass, Plan, Slot, Source};
 use candle::{bail, DType, Result};
 use states::{with_states, After, StateSizes};
 use Binding::{Read, Update, Write};
+
+pub use shared_kv::{plan_shared_kv, plan_shared_kv_states};
 
 const LANES: u32 = 32;
 const THREADS: u32 = 256;
@@ -158,17 +161,12 @@ fn plan_then(
         DType::BF16 => &BF16,
         _ => &F32,
     };
-    // Merging with an empty state is the identity, so those need not be made unless somebody asks for them.
-    let live = Partitions::new(g.kv_len, partitions.live())?;
-    let partitions = match after {
-        After::Finish(_) => &live,
-        After::Pack => partitions,
-    };
-    let params = params(g, partitions, softmax_scale)?;
-    let sizes = Sizes::new(g, partitions)?;
+    let partitions = after.partitions(g, partitions)?;
+    let params = params(g, &partitions, softmax_scale)?.bytes();
+    let sizes = Sizes::new(g, &partitions)?;
     let first = match (route, after) {
         (Route::Fused(tiling), _) => fused(&sizes, params, entries, tiling)?,
-        (Route::Matrix, _) => matrix(g, partitions, &sizes, params, entries)?,
+        (Route::Matrix, _) => matrix(g, &partitions, &sizes, params, entries)?,
         (Route::Staged, After::Finish(_)) => return staged(g, &sizes, &params, entries),
         (Route::Staged, After::Pack) => {
             bail!("{OP}: the staged route leaves no partial states, want the fused or the matrix route")
@@ -213,26 +211,37 @@ fn fused(s: &Sizes, params: Vec<u8>, entries: &Entries, tiling: Tiling) -> Resul
     let Some((_, entry)) = entries.partial.iter().find(|(known, _)| *known == tiling) else {
         bail!("{OP}: no kernel for {tiling:?}, want tiles of 4 or 8 tokens with 1 head, or of 4 with 2");
     };
-    // A SIMD group that owns no row would only help to load, so there are no more of them than rows.
-    let simd_groups = s.rows.div_ceil(tiling.heads).min(SIMD_GROUPS as u32);
+    let (threadgroups, threads) = fused_grid(s, tiling);
     Ok(Pass {
         source: Source::AttentionD512,
         entry,
-        buffers: first_pass_buffers(),
+        buffers: first_pass_buffers(3),
         params,
-        threadgroups: [
-            s.partitions,
-            s.batch_heads,
-            s.rows.div_ceil(simd_groups * tiling.heads),
-        ],
-        threads: LANES * simd_groups,
-        threadgroup_bytes: if tiling.stage {
-            2 * tiling.tokens * HEAD_DIM as u32 * s.element
-        } else {
-            // Unused, but a kernel's argument must be bound.
-            16
-        },
+        threadgroups,
+        threads,
+        threadgroup_bytes: staged_bytes(tiling, 2 * HEAD_DIM as u32 * s.element),
     })
+}
+
+/// Threadgroups and threads of a first pass. A SIMD group that owns no row would only help to load, so there are no more of
+/// them than rows.
+fn fused_grid(s: &Sizes, tiling: Tiling) -> ([u32; 3], u32) {
+    let simd_groups = s.rows.div_ceil(tiling.heads).min(SIMD_GROUPS as u32);
+    let row_blocks = s.rows.div_ceil(simd_groups * tiling.heads);
+    (
+        [s.partitions, s.batch_heads, row_blocks],
+        LANES * simd_groups,
+    )
+}
+
+/// Threadgroup memory of a tile whose tokens take `token` bytes each.
+fn staged_bytes(tiling: Tiling, token: u32) -> u32 {
+    if tiling.stage {
+        tiling.tokens * token
+    } else {
+        // Unused, but a kernel's argument must be bound.
+        16
+    }
 }
 
 fn matrix(
@@ -258,7 +267,7 @@ fn matrix(
     Ok(Pass {
         source: Source::AttentionMatrix,
         entry: entries.matrix,
-        buffers: first_pass_buffers(),
+        buffers: first_pass_buffers(3),
         params,
         threadgroups: [s.partitions, s.batch_heads, s.rows.div_ceil(8)],
         threads: THREADS,
@@ -266,10 +275,10 @@ fn matrix(
     })
 }
 
-fn first_pass_buffers() -> Vec<Binding> {
-    let inputs = [0, 1, 2].map(|input| Read(Slot::Input(input)));
+fn first_pass_buffers(inputs: usize) -> Vec<Binding> {
+    let inputs = (0..inputs).map(|input| Read(Slot::Input(input)));
     let partials = [0, 1, 2].map(|scratch| Write(Slot::Scratch(scratch)));
-    inputs.into_iter().chain(partials).collect()
+    inputs.chain(partials).collect()
 }
 
 /// Dimensions of a value tile, and slices of the sequence, of the staged route.
@@ -366,7 +375,11 @@ fn check_alignment(name: &str, view: &RowView) -> Result<()> {
     Ok(())
 }
 
-fn params(g: &AttentionGeometry, partitions: &Partitions, softmax_scale: f32) -> Result<Vec<u8>> {
+fn params(
+    g: &AttentionGeometry,
+    partitions: &Partitions,
+    softmax_scale: f32,
+) -> Result<GemAttention> {
     for (name, view) in [("q", &g.q), ("k", &g.k), ("v", &g.v)] {
         check_alignment(name, view)?;
     }
@@ -376,7 +389,7 @@ fn params(g: &AttentionGeometry, partitions: &Partitions, softmax_scale: f32) ->
         head_stride: view.head_stride,
         row_stride: view.row_stride,
     };
-    let params = GemAttention {
+    Ok(GemAttention {
         q: rows(&g.q),
         k: rows(&g.k),
         v: rows(&g.v),
@@ -392,6 +405,5 @@ fn params(g: &AttentionGeometry, partitions: &Partitions, softmax_scale: f32) ->
         q_type: type_number(g.q.dtype),
         out_type: type_number(g.q.dtype),
         softmax_scale,
-    };
-    Ok(params.bytes())
+    })
 }

@@ -1,7 +1,8 @@
 //! Plans for partial states: what a first pass ends with, and the ops on states that a caller has.
 
 use super::{OP, THREADS};
-use crate::attention::plan::ScratchBytes;
+use crate::attention::geometry::AttentionGeometry;
+use crate::attention::plan::{Partitions, ScratchBytes};
 use crate::attention::MOST_SCRATCH;
 use crate::backend::limits::{check_grid, narrow};
 use crate::backend::params::{type_number, GemStates};
@@ -60,6 +61,17 @@ pub(super) enum After {
     Finish(DType),
     /// They are the result.
     Pack,
+}
+
+impl After {
+    /// Those that a first pass makes: merging with an empty state is the identity, so those are made only where somebody
+    /// asks for them.
+    pub(super) fn partitions(self, g: &AttentionGeometry, all: &Partitions) -> Result<Partitions> {
+        match self {
+            Self::Finish(_) => Partitions::new(g.kv_len, all.live()),
+            Self::Pack => Ok(*all),
+        }
+    }
 }
 
 /// A first pass that leaves states in three scratch buffers, and what comes after it.

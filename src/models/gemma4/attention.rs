@@ -6,9 +6,10 @@ use super::config::{Config, LayerConfig, LayerKind};
 use super::layer_cache::LayerCache;
 use super::norm::RmsNorm;
 use super::path::AttentionPath;
-use crate::attention::reference;
+use super::rope::Angles;
+use crate::attention::{reference, RotaryKeys};
 use crate::projection::FusedProjection;
-use candle::{DType, Module, Result, Tensor};
+use candle::{bail, DType, Module, Result, Tensor};
 use candle_nn::{linear_no_bias, Linear, VarBuilder};
 
 /// Gemma 4 does not divide scores by `sqrt(head_dim)`: the norms of q and k carry the scale.
@@ -57,33 +58,42 @@ impl Attention {
         })
     }
 
-    /// `xs`: `(batch, tokens, hidden)` in the type of the weights; `rope`: f32 tables of these tokens' positions.
+    /// `xs`: `(batch, tokens, hidden)` in the type of the weights.
     pub(super) fn forward(
         &self,
         xs: &Tensor,
-        (cos, sin): &(Tensor, Tensor),
+        angles: &Angles,
         cache: &mut LayerCache,
         path: AttentionPath,
     ) -> Result<Tensor> {
         let (batch, tokens, _) = xs.dims3()?;
         // Norms and rotation are f32; each of q, k and v is rounded to the type of the weights once.
-        let rotated = |x: &Tensor| candle_nn::rotary_emb::rope(x, cos, sin)?.to_dtype(xs.dtype());
+        let rotated = |x: &Tensor| {
+            candle_nn::rotary_emb::rope(x, &angles.cos, &angles.sin)?.to_dtype(xs.dtype())
+        };
         let (q, k, v) = self.projected(xs, path)?;
         let q = rotated(&by_head(&self.q_norm.forward(&self.heads(&q)?)?)?)?;
         let k_raw = self.heads(&k)?;
-        let k = rotated(&by_head(&self.k_norm.forward(&k_raw)?)?)?;
         let v_raw = match v {
             Some(v) => self.heads(&v)?,
-            None => k_raw,
+            None => k_raw.clone(),
         };
         let v = by_head(&self.v_norm.forward(&v_raw)?)?.to_dtype(xs.dtype())?;
-        let view = cache.append(&k, &v)?;
-        let out = match (path, self.kind) {
-            // Causal at the end of the cache, where these tokens are.
-            (AttentionPath::Fused, LayerKind::Full) => {
-                crate::attention_d512(&q, &view.k, &view.v, SOFTMAX_SCALE)?
+        let out = if cache.holds_values_only() {
+            // Both norms divide by the same root, so the weight of one is all that is between their outputs.
+            let keys = self.rebuilt_keys(angles)?;
+            let v = cache.append_values(&v)?;
+            crate::attention_d512_shared_kv(&q, &v, &keys, SOFTMAX_SCALE)?
+        } else {
+            let k = rotated(&by_head(&self.k_norm.forward(&k_raw)?)?)?;
+            let view = cache.append(&k, &v)?;
+            match (path, self.kind) {
+                // Causal at the end of the cache, where these tokens are.
+                (AttentionPath::Fused, LayerKind::Full) => {
+                    crate::attention_d512(&q, &view.k, &view.v, SOFTMAX_SCALE)?
+                }
+                _ => reference::attention(&q, &view.k, &view.v, SOFTMAX_SCALE, view.visible)?,
             }
-            _ => reference::attention(&q, &view.k, &view.v, SOFTMAX_SCALE, view.visible)?,
         };
         let out = out.transpose(1, 2)?.reshape((batch, tokens, ()))?;
         self.o_proj.forward(&out)
@@ -97,7 +107,7 @@ impl Attention {
     ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
         let results = match path {
             AttentionPath::Reference => None,
-            AttentionPath::Fused => Some(self.qkv.forward(xs)?),
+            AttentionPath::Fused | AttentionPath::FusedSharedKv => Some(self.qkv.forward(xs)?),
         };
         let part = |name| match &results {
             None => Linear::new(self.qkv.block(name)?, None).forward(xs),
@@ -108,6 +118,13 @@ impl Attention {
             false => Some(part("v")?),
         };
         Ok((part("q")?, part("k")?, v))
+    }
+
+    fn rebuilt_keys(&self, angles: &Angles) -> Result<RotaryKeys> {
+        match (&angles.keys, self.value_is_key) {
+            (Some(tables), true) => RotaryKeys::new(self.k_norm.weight(), tables),
+            _ => bail!("gemma4: the cache of a layer holds values alone, from which its keys do not follow"),
+        }
     }
 
     /// `(batch, tokens, heads * head_dim)` as f32 `(batch, tokens, heads, head_dim)`.

@@ -3,7 +3,9 @@
 use super::config::{Config, LayerKind};
 use super::layer_cache::{self, LayerCache};
 use super::path::AttentionPath;
-use candle::{bail, DType, Result};
+use super::rope::Rope;
+use crate::attention::RotaryTables;
+use candle::{bail, DType, Device, Result};
 
 /// The caches of all layers for one batch of sequences of equal length, and the attention path that they run on.
 ///
@@ -14,6 +16,10 @@ pub struct Cache {
     max_context: usize,
     len: usize,
     layers: Vec<LayerCache>,
+    /// Of every position so far, by frequencies, where keys are rebuilt; shared by layers, and with forks.
+    tables: Vec<RotaryTables>,
+    /// Positions that tables should reach to when they are made.
+    reserve: usize,
 }
 
 impl Cache {
@@ -23,13 +29,18 @@ impl Cache {
         let layers = config
             .layers
             .iter()
-            .map(|layer| LayerCache::new(layer.kind))
+            .map(|layer| match path.rebuilds_keys(layer) {
+                true => LayerCache::values_only(),
+                false => LayerCache::new(layer.kind),
+            })
             .collect();
         Ok(Self {
             path,
             max_context: config.max_position_embeddings,
             len: 0,
             layers,
+            tables: Vec::new(),
+            reserve: 0,
         })
     }
 
@@ -80,10 +91,20 @@ impl Cache {
             })
     }
 
-    /// Bytes that a context of `tokens` takes once [`reserve`](Self::reserve)d, by [`bytes`](Self::bytes)'s parts.
-    pub fn planned_bytes(config: &Config, tokens: usize, dtype: DType) -> (usize, usize) {
+    /// Bytes of the rotary tables that rebuild keys, which every full layer shares; 0 on other paths.
+    pub fn table_bytes(&self) -> usize {
+        self.tables.iter().map(RotaryTables::bytes).sum()
+    }
+
+    /// Bytes that a context of `tokens` takes on this path once [`reserve`](Self::reserve)d, by [`bytes`](Self::bytes)'s parts.
+    pub fn planned_bytes(
+        config: &Config,
+        path: AttentionPath,
+        tokens: usize,
+        dtype: DType,
+    ) -> (usize, usize) {
         config.layers.iter().fold((0, 0), |(sliding, full), layer| {
-            let row = 2 * layer.num_key_value_heads * layer.head_dim * dtype.size_in_bytes();
+            let row = layer_cache::row_bytes(layer, path.rebuilds_keys(layer), dtype);
             let bytes = layer_cache::capacity(layer.kind, tokens) * row;
             match layer.kind {
                 LayerKind::Sliding { .. } => (sliding + bytes, full),
@@ -92,16 +113,32 @@ impl Cache {
         })
     }
 
+    /// As [`planned_bytes`](Self::planned_bytes), of the rotary tables.
+    pub fn planned_table_bytes(config: &Config, path: AttentionPath, tokens: usize) -> usize {
+        let mut ropes: Vec<Rope> = Vec::new();
+        for layer in config.layers.iter().filter(|l| path.rebuilds_keys(l)) {
+            let rope = Rope::new(&layer.rope, layer.head_dim);
+            if !ropes.contains(&rope) {
+                ropes.push(rope);
+            }
+        }
+        let positions = layer_cache::grown(0, tokens, config.max_position_embeddings);
+        let rows = ropes.iter().map(|r| RotaryTables::row_bytes(r.inv_freq()));
+        positions * rows.sum::<usize>()
+    }
+
     /// Announces a context of `len` tokens, so that buffers are allocated once.
     pub fn reserve(&mut self, len: usize) {
         let len = len.min(self.max_context);
         self.layers.iter_mut().for_each(|layer| layer.reserve(len));
+        self.reserve = len;
     }
 
     /// Forgets every token, frees the buffers and drops what was [`reserve`](Self::reserve)d.
     pub fn clear(&mut self) {
         self.layers.iter_mut().for_each(LayerCache::clear);
-        self.len = 0;
+        self.tables.clear();
+        (self.len, self.reserve) = (0, 0);
     }
 
     /// Whether [`truncate`](Self::truncate) to `len` tokens would succeed.
@@ -135,14 +172,18 @@ impl Cache {
         Ok(())
     }
 
-    /// A copy that shares no memory with this one.
+    /// A copy that shares no memory of tokens with this one.
     pub fn fork(&self) -> Result<Self> {
         let layers = self
             .layers
             .iter()
             .map(LayerCache::fork)
             .collect::<Result<_>>()?;
-        Ok(Self { layers, ..*self })
+        Ok(Self {
+            layers,
+            tables: self.tables.clone(),
+            ..*self
+        })
     }
 
     /// Fails if `tokens` more tokens do not fit, or if the layers do not hold the same tokens.
@@ -170,7 +211,35 @@ impl Cache {
                 config.layers.len()
             );
         }
-        Ok(())
+        self.path.check(config)
+    }
+
+    /// Tables of `rope` for the tokens held and `tokens` more, which have room.
+    pub(super) fn key_tables(
+        &mut self,
+        rope: &Rope,
+        tokens: usize,
+        device: &Device,
+    ) -> Result<RotaryTables> {
+        let frequencies = rope.inv_freq();
+        let needed = self.len + tokens;
+        let known = self.tables.iter().position(|t| t.are_of(frequencies));
+        let held = known.map_or(0, |i| self.tables[i].positions());
+        let positions = match held >= needed {
+            true => held,
+            false => layer_cache::grown(held, needed.max(self.reserve), self.max_context),
+        };
+        match known {
+            Some(i) => {
+                self.tables[i] = self.tables[i].extended(positions)?;
+                Ok(self.tables[i].clone())
+            }
+            None => {
+                let tables = RotaryTables::new(frequencies, positions, device)?;
+                self.tables.push(tables.clone());
+                Ok(tables)
+            }
+        }
     }
 
     pub(super) fn layers_mut(&mut self) -> &mut [LayerCache] {
@@ -186,7 +255,7 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle::{Device, Tensor};
+    use candle::Tensor;
 
     #[test]
     fn layers_that_hold_different_tokens_are_refused_until_cleared() -> Result<()> {

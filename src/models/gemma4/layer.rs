@@ -5,6 +5,7 @@ use super::config::{Config, LayerConfig};
 use super::layer_cache::LayerCache;
 use super::norm::RmsNorm;
 use super::path::AttentionPath;
+use super::rope::Angles;
 use candle::{DType, Module, Result, Tensor};
 use candle_nn::{linear_no_bias, Init, Linear, VarBuilder};
 
@@ -58,14 +59,14 @@ impl DecoderLayer {
         &self,
         xs: &Tensor,
         dtype: DType,
-        rope: &(Tensor, Tensor),
+        angles: &Angles,
         cache: &mut LayerCache,
         path: AttentionPath,
     ) -> Result<Tensor> {
         let xs = {
             let _span = tracing::trace_span!("attention").entered();
             let normed = self.input_layernorm.forward(xs)?.to_dtype(dtype)?;
-            let attended = self.attention.forward(&normed, rope, cache, path)?;
+            let attended = self.attention.forward(&normed, angles, cache, path)?;
             (xs + self
                 .post_attention_layernorm
                 .forward(&attended.to_dtype(DType::F32)?)?)?

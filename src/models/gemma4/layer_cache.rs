@@ -4,10 +4,10 @@
 //! prompt whole, in chunks of any size or token by token gives the same attention. Memory is allocated as tokens arrive,
 //! never for the longest context up front.
 
-use super::config::LayerKind;
+use super::config::{LayerConfig, LayerKind};
 use crate::attention::reference::Visible;
 use crate::cpu::lines::zeros_on_a_line;
-use candle::{bail, Result, Tensor};
+use candle::{bail, DType, Result, Tensor};
 
 /// Buffers grow to a multiple of so many rows.
 const GROWTH_ROWS: usize = 256;
@@ -27,6 +27,7 @@ pub struct KvView {
 #[derive(Debug)]
 pub struct LayerCache {
     kind: LayerKind,
+    values_only: bool,
     /// Tokens fed so far; the position of the next one.
     len: usize,
     /// Oldest position still held.
@@ -41,10 +42,19 @@ impl LayerCache {
     pub fn new(kind: LayerKind) -> Self {
         Self {
             kind,
+            values_only: false,
             len: 0,
             oldest: 0,
             reserve: 0,
             rows: None,
+        }
+    }
+
+    /// An empty cache for a full layer whose keys are rebuilt from its values: half of the bytes.
+    pub fn values_only() -> Self {
+        Self {
+            values_only: true,
+            ..Self::new(LayerKind::Full)
         }
     }
 
@@ -68,6 +78,11 @@ impl LayerCache {
         self.oldest
     }
 
+    /// Whether it holds no keys.
+    pub fn holds_values_only(&self) -> bool {
+        self.values_only
+    }
+
     /// Bytes allocated for keys and values.
     pub fn bytes(&self) -> usize {
         self.rows.as_ref().map_or(0, Rows::bytes)
@@ -82,8 +97,12 @@ impl LayerCache {
     ///
     /// # Errors
     ///
-    /// Shapes or dtypes that differ from each other or from what the cache holds; nothing is stored then.
+    /// Shapes or dtypes that differ from each other or from what the cache holds, or a cache of values alone; nothing is
+    /// stored then.
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<KvView> {
+        if self.values_only {
+            bail!("kv cache: it holds values alone, got keys too");
+        }
         let tokens = k.dims4()?.2;
         if v.dims() != k.dims() || v.dtype() != k.dtype() {
             bail!(
@@ -101,7 +120,7 @@ impl LayerCache {
             bail!("kv cache: k is {:?}, want at least one token", k.dims());
         }
         if let Some(rows) = &self.rows {
-            rows.check(k)?;
+            rows.check("k", k)?;
         }
         let view = match self.kind {
             LayerKind::Full => self.append_full(k, v, tokens)?,
@@ -109,6 +128,25 @@ impl LayerCache {
         };
         self.len += tokens;
         Ok(view)
+    }
+
+    /// As [`Self::append`] for a cache of values alone: stores `v`, returns the values of every token so far.
+    pub fn append_values(&mut self, v: &Tensor) -> Result<Tensor> {
+        if !self.values_only {
+            bail!("kv cache: it holds keys and values, got values alone");
+        }
+        let tokens = v.dims4()?.2;
+        if tokens == 0 {
+            bail!("kv cache: v is {:?}, want at least one token", v.dims());
+        }
+        if let Some(rows) = &self.rows {
+            rows.check("v", v)?;
+        }
+        let end = self.len + tokens;
+        let rows = self.rows_for(v, end, usize::MAX)?;
+        rows.v.slice_set(&v.contiguous()?, 2, self.len)?;
+        self.len = end;
+        rows.v.narrow(2, 0, end)
     }
 
     fn append_full(&mut self, k: &Tensor, v: &Tensor, tokens: usize) -> Result<KvView> {
@@ -171,7 +209,7 @@ impl LayerCache {
         let rows = match &self.rows {
             Some(rows) if rows.capacity() >= needed => rows.clone(),
             Some(rows) => rows.resized(grown(rows.capacity(), wanted, most))?,
-            None => Rows::new(like, grown(0, wanted, most))?,
+            None => Rows::new(like, grown(0, wanted, most), self.values_only)?,
         };
         self.rows = Some(rows.clone());
         Ok(rows)
@@ -207,7 +245,10 @@ impl LayerCache {
 
     /// Forgets every token, frees the buffers and drops what was reserved.
     pub fn clear(&mut self) {
-        *self = Self::new(self.kind);
+        *self = Self {
+            values_only: self.values_only,
+            ..Self::new(self.kind)
+        };
     }
 
     /// A copy that shares no memory with this one.
@@ -250,70 +291,88 @@ pub(super) fn capacity(kind: LayerKind, tokens: usize) -> usize {
     }
 }
 
+/// Bytes of a token in the cache of a layer.
+pub(super) fn row_bytes(layer: &LayerConfig, values_only: bool, dtype: DType) -> usize {
+    let tensors = if values_only { 1 } else { 2 };
+    tensors * layer.num_key_value_heads * layer.head_dim * dtype.size_in_bytes()
+}
+
 /// Half as much again, so that appending token by token copies each row a bounded number of times.
-fn grown(capacity: usize, wanted: usize, most: usize) -> usize {
+pub(super) fn grown(capacity: usize, wanted: usize, most: usize) -> usize {
     wanted
         .max(capacity + capacity / 2)
         .next_multiple_of(GROWTH_ROWS)
         .min(most)
 }
 
-/// Key and value buffers `(batch, kv_heads, capacity, head_dim)`; a clone is the same memory.
+/// Key and value buffers, or values alone, `(batch, kv_heads, capacity, head_dim)`; a clone is the same memory.
 #[derive(Debug, Clone)]
 struct Rows {
-    k: Tensor,
+    /// `None`: values alone.
+    k: Option<Tensor>,
     v: Tensor,
 }
 
 impl Rows {
-    fn new(like: &Tensor, capacity: usize) -> Result<Self> {
+    fn new(like: &Tensor, capacity: usize, values_only: bool) -> Result<Self> {
         let (batch, heads, _, dim) = like.dims4()?;
         let shape = (batch, heads, capacity, dim);
         let buffer = || zeros_on_a_line(shape, like.dtype(), like.device());
         Ok(Self {
-            k: buffer()?,
+            k: (!values_only).then(buffer).transpose()?,
             v: buffer()?,
         })
     }
 
     fn resized(&self, capacity: usize) -> Result<Self> {
-        let rows = Self::new(&self.k, capacity)?;
-        rows.write(0, &self.k, &self.v)?;
+        let rows = Self::new(&self.v, capacity, self.k.is_none())?;
+        if let (Some(to), Some(from)) = (&rows.k, &self.k) {
+            to.slice_set(from, 2, 0)?;
+        }
+        rows.v.slice_set(&self.v, 2, 0)?;
         Ok(rows)
     }
 
     fn capacity(&self) -> usize {
-        self.k.dims()[2]
+        self.v.dims()[2]
     }
 
     fn bytes(&self) -> usize {
-        2 * self.k.elem_count() * self.k.dtype().size_in_bytes()
+        let tensors = 1 + self.k.iter().count();
+        tensors * self.v.elem_count() * self.v.dtype().size_in_bytes()
     }
 
-    fn check(&self, k: &Tensor) -> Result<()> {
-        let (held, got) = (self.k.dims4()?, k.dims4()?);
-        if (held.0, held.1, held.3) != (got.0, got.1, got.3) || self.k.dtype() != k.dtype() {
+    fn check(&self, name: &str, t: &Tensor) -> Result<()> {
+        let (held, got) = (self.v.dims4()?, t.dims4()?);
+        if (held.0, held.1, held.3) != (got.0, got.1, got.3) || self.v.dtype() != t.dtype() {
             bail!(
-                "kv cache: k is {:?} {:?}, want ({}, {}, tokens, {}) {:?} as what is held",
-                k.dims(),
-                k.dtype(),
+                "kv cache: {name} is {:?} {:?}, want ({}, {}, tokens, {}) {:?} as what is held",
+                t.dims(),
+                t.dtype(),
                 held.0,
                 held.1,
                 held.3,
-                self.k.dtype()
+                self.v.dtype()
             );
         }
         Ok(())
     }
 
+    fn keys(&self) -> Result<&Tensor> {
+        match &self.k {
+            Some(k) => Ok(k),
+            None => bail!("kv cache: it holds values alone, want its keys"),
+        }
+    }
+
     fn write(&self, row: usize, k: &Tensor, v: &Tensor) -> Result<()> {
-        self.k.slice_set(&k.contiguous()?, 2, row)?;
+        self.keys()?.slice_set(&k.contiguous()?, 2, row)?;
         self.v.slice_set(&v.contiguous()?, 2, row)
     }
 
     fn view(&self, row: usize, count: usize, visible: Visible) -> Result<KvView> {
         Ok(KvView {
-            k: self.k.narrow(2, row, count)?,
+            k: self.keys()?.narrow(2, row, count)?,
             v: self.v.narrow(2, row, count)?,
             visible,
         })

@@ -8,7 +8,7 @@ use super::config::Config;
 use super::layer::DecoderLayer;
 use super::norm::RmsNorm;
 use super::path::AttentionPath;
-use super::rope::Rope;
+use super::rope::{Angles, Rope};
 use candle::{bail, DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
@@ -155,8 +155,17 @@ impl Model {
         let tokens = self.check_input(input_ids, cache)?;
         let _span = tracing::trace_span!("forward", tokens).entered();
         let (start, path) = (cache.len(), cache.path());
-        let tables = |rope: &Rope| rope.cos_sin(start, tokens, &self.device);
-        let ropes = self.ropes.iter().map(tables).collect::<Result<Vec<_>>>()?;
+        let mut ropes = Vec::with_capacity(self.ropes.len());
+        for (i, rope) in self.ropes.iter().enumerate() {
+            let (cos, sin) = rope.cos_sin(start, tokens, &self.device)?;
+            let layers = self.layers.iter().zip(&self.config.layers);
+            let mut of_rope = layers.filter(|(layer, _)| layer.rope() == i);
+            let keys = match of_rope.any(|(_, config)| path.rebuilds_keys(config)) {
+                true => Some(cache.key_tables(rope, tokens, &self.device)?),
+                false => None,
+            };
+            ropes.push(Angles { cos, sin, keys });
+        }
         let mut xs = self.embed(input_ids)?;
         observe(&xs);
         for (layer, cache) in self.layers.iter().zip(cache.layers_mut()) {

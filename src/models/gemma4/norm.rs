@@ -26,6 +26,11 @@ impl RmsNorm {
         })
     }
 
+    /// f32, one a dimension.
+    pub(super) fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
     /// `xs`: f32, any shape with the normalised dimension last.
     pub(super) fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         candle_nn::ops::rms_norm(&xs.contiguous()?, &self.weight, self.eps)

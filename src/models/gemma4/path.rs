@@ -1,6 +1,6 @@
 //! Which ops attention layers run on.
 
-use super::config::{Config, LayerKind};
+use super::config::{Config, LayerConfig, LayerKind};
 use candle::{bail, Result};
 
 /// Which ops attention runs on; chosen per [`Cache`](super::Cache), so both can run in one process on the same weights.
@@ -14,6 +14,9 @@ pub enum AttentionPath {
     /// With half-precision weights q, k and v are f32 until they are normed and rotated, where the reference path rounds
     /// them once more.
     Fused,
+    /// As `Fused` with half the cache in full layers: values alone, from which [`crate::attention_d512_shared_kv`] rebuilds the
+    /// keys. For models whose full layers have no value projection.
+    FusedSharedKv,
 }
 
 impl Default for AttentionPath {
@@ -28,14 +31,20 @@ impl Default for AttentionPath {
 
 impl AttentionPath {
     /// Every path, the reference first.
-    pub const ALL: [Self; 2] = [Self::Reference, Self::Fused];
+    pub const ALL: [Self; 3] = [Self::Reference, Self::Fused, Self::FusedSharedKv];
 
     /// As `--attention` and [`FromStr`](std::str::FromStr) spell it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Reference => "reference",
             Self::Fused => "fused",
+            Self::FusedSharedKv => "fused-kv",
         }
+    }
+
+    /// Whether the cache of this layer holds values alone.
+    pub(super) fn rebuilds_keys(self, layer: &LayerConfig) -> bool {
+        self == Self::FusedSharedKv && layer.kind == LayerKind::Full
     }
 
     /// Fails with the reason if a model of this configuration can't run on this path.
@@ -49,6 +58,12 @@ impl AttentionPath {
                     "gemma4: the {self} path has ops for head_dim 512, full-attention layer {i} has {}; want the {} path",
                     layer.head_dim,
                     Self::Reference
+                );
+            }
+            if self.rebuilds_keys(layer) && !layer.value_is_key {
+                bail!(
+                    "gemma4: the {self} path rebuilds keys from values, full-attention layer {i} projects its values apart; want the {} path",
+                    Self::Fused
                 );
             }
         }

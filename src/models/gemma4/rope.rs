@@ -4,7 +4,19 @@
 //! in f64, whatever the type of the model: rounded to bf16, positions above 256 fall together.
 
 use super::config::RopeConfig;
+use crate::attention::{cos_sin, RotaryTables};
 use candle::{Device, Result, Tensor};
+
+/// What one forward pass knows of the positions in the layers of one [`Rope`].
+#[derive(Debug)]
+pub(super) struct Angles {
+    /// Of the tokens that are fed: f32 `(tokens, head_dim / 2)`.
+    pub cos: Tensor,
+    /// As `cos`.
+    pub sin: Tensor,
+    /// Of every token, where keys are rebuilt from cached values.
+    pub keys: Option<RotaryTables>,
+}
 
 /// The frequencies of one layer kind.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,9 +50,9 @@ impl Rope {
         let mut sin = Vec::with_capacity(len * pairs);
         for position in start..start + len {
             for &frequency in &self.inv_freq {
-                let (s, c) = (position as f64 * frequency).sin_cos();
-                cos.push(c as f32);
-                sin.push(s as f32);
+                let (c, s) = cos_sin(position, frequency);
+                cos.push(c);
+                sin.push(s);
             }
         }
         Ok((
