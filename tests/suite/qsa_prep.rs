@@ -332,39 +332,54 @@ fn cpu_ms() -> Option<f64> {
     Some(10.0 * ticks.iter().sum::<f64>())
 }
 
+/// Median and lowest wall time and mean processor time of `runs` runs, in ms.
+fn timed(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<String> {
+    let before = cpu_ms();
+    let mut times = vec![];
+    for _ in 0..runs {
+        let start = Instant::now();
+        run()?;
+        times.push(start.elapsed().as_secs_f64() * 1e3);
+    }
+    let used = cpu_ms().zip(before).map(|(now, then)| now - then);
+    times.sort_by(f64::total_cmp);
+    let mean = used.unwrap_or(f64::NAN) / runs as f64;
+    Ok(format!(
+        "{:.3} ({:.3}), {mean:.3}",
+        times[runs / 2],
+        times[0]
+    ))
+}
+
 /// The table of docs/qsa.md: `cargo test --release -- --ignored --nocapture qsa_prep::times`
 #[test]
 #[ignore = "measures, asserts nothing but that it runs"]
 fn times() -> Result<()> {
     let state = state_at(2048)?;
     let norms = norms()?;
-    println!("| T | q | median, ms | lowest, ms | processor time, ms | chunk, ms |");
-    println!("|---:|---|---:|---:|---:|---:|");
+    println!("ms: median (lowest), processor time");
+    println!("| T | q | qsa_prep | a copy of the queries by candle | QsaChunk |");
+    println!("|---:|---|---:|---:|---:|");
     for tokens in [1, 256, 2048] {
-        let start = Instant::now();
-        let chunk = QsaChunk::new(2048, tokens, &Device::Cpu)?;
-        let chunk_ms = start.elapsed().as_secs_f64() * 1e3;
+        let runs = 80_000 / (tokens + 80);
+        let made = || QsaChunk::new(2048, tokens, &Device::Cpu);
+        let chunk = made()?;
         for q_type in [DType::F32, DType::F16] {
             let rows = Rows::fused(12, tokens)?.q_as(q_type)?;
-            let runs = 80_000 / (tokens + 80);
-            let before = cpu_ms();
-            let mut times = vec![];
-            for _ in 0..runs {
-                let start = Instant::now();
-                let out = qsa_prep(&rows.inputs(), &norms, &chunk, &state)?;
-                times.push(start.elapsed().as_secs_f64() * 1e3);
-                std::hint::black_box(&out);
-            }
-            let used = cpu_ms()
-                .zip(before)
-                .map(|(now, then)| (now - then) / runs as f64);
-            times.sort_by(f64::total_cmp);
-            println!(
-                "| {tokens} | {q_type:?} | {:.3} | {:.3} | {:.3} | {chunk_ms:.3} |",
-                times[runs / 2],
-                times[0],
-                used.unwrap_or(f64::NAN)
-            );
+            let op = timed(runs, || {
+                std::hint::black_box(qsa_prep(&rows.inputs(), &norms, &chunk, &state)?);
+                Ok(())
+            })?;
+            let heads = rows.q.reshape((tokens, 24, 512))?.narrow(2, 0, 256)?;
+            let copy = timed(runs, || {
+                std::hint::black_box(heads.force_contiguous()?);
+                Ok(())
+            })?;
+            let chunk = timed(runs, || {
+                std::hint::black_box(made()?);
+                Ok(())
+            })?;
+            println!("| {tokens} | {q_type:?} | {op} | {copy} | {chunk} |");
         }
     }
     Ok(())
