@@ -147,7 +147,7 @@ extern const uint32_t msl_checked;
 void msl_derive_constants(void);
 
 // Defined by the runtime.
-extern __thread MslFiber *msl_self __attribute__((tls_model("initial-exec")));
+extern __thread MslFiber *msl_self;
 // True for the lane that has to compute for all that wait, and then to call msl_release.
 bool msl_arrive(uint32_t wait, MslSite site);
 void msl_release(void);

@@ -91,8 +91,8 @@ struct Worker {
   size_t error_bytes;
 };
 
-static __thread Worker *W __attribute__((tls_model("initial-exec")));
-__thread MslFiber *msl_self __attribute__((tls_model("initial-exec")));
+static __thread Worker *W;
+__thread MslFiber *msl_self;
 
 // What a kernel gets for a buffer that is not bound: readable, so that the report can name the line.
 static char unbound_page[1 << 16] __attribute__((aligned(4096)));
