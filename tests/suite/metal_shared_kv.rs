@@ -4,7 +4,7 @@ use crate::attention_support::{bits, flat, inputs, max_error, refusal, SCALE};
 use crate::metal_support::{compile, run, run_plan};
 use crate::shared_kv_support::{turning, Turning};
 use candle::{DType, Device, Tensor};
-use gem::attention::gpu::{plan, plan_shared_kv, Route, Tiling};
+use gem::attention::gpu::{plan, plan_shared_kv, plan_shared_kv_states, Route, Tiling};
 use gem::attention::plan::Partitions;
 use gem::attention::reference::{self, Visible};
 use gem::attention::{AttentionGeometry, RotaryKeys};
@@ -452,4 +452,31 @@ fn too_little_threadgroup_memory_is_found() {
         found.clone().is_err_and(|e| e.contains("threadgroup")),
         "{found:?}"
     );
+}
+
+#[test]
+fn the_states_of_every_partition_are_those_of_the_cpu() {
+    let [q, _, v] = inputs(21, (2, 4, 2, 3, 37)).unwrap();
+    let keys = turning(21, 64, 9).unwrap().keys(37).unwrap();
+    // 20 partitions of 2 leave the last one empty.
+    for (partitions, route) in [(3, fused(4, 1, true)), (20, fused(8, 1, false))] {
+        let g = AttentionGeometry::new_shared_kv("attention_d512_shared_kv", &q, &v, true).unwrap();
+        let cut = Partitions::new(37, partitions).unwrap();
+        let plan = plan_shared_kv_states(&g, &keys, &cut, SCALE, route).unwrap();
+        let operands = [&q, &v, keys.weight(), keys.tables().rows()];
+        let packed = flat(&run(&plan, &operands, Mode::Checked).unwrap().0[0]).unwrap();
+        let want = AttentionD512::new(SCALE)
+            .partitions(partitions)
+            .partials_shared_kv(&q, &v, &keys)
+            .unwrap();
+        let want: Vec<f32> = [want.max(), want.denominator(), want.numerator()]
+            .into_iter()
+            .flat_map(|t| flat(t).unwrap())
+            .collect();
+        assert_eq!(packed.len(), want.len());
+        for (got, want) in packed.iter().zip(&want) {
+            let error = (got - want).abs();
+            assert!(error <= 1e-5 * want.abs().max(1.0), "{got} {want}");
+        }
+    }
 }

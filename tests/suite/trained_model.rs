@@ -125,9 +125,19 @@ fn tokenizer() -> Tokenizer {
 
 /// Every path gives the right answer, and so the same tokens.
 fn assert_secret_is_found(trained: &Trained, length: usize, chunk: usize, depth: f64) {
+    assert_secret_is_found_by(&AttentionPath::ALL, trained, length, chunk, depth);
+}
+
+fn assert_secret_is_found_by(
+    paths: &[AttentionPath],
+    trained: &Trained,
+    length: usize,
+    chunk: usize,
+    depth: f64,
+) {
     let tokenizer = tokenizer();
     let (prompt, want) = secret(&tokenizer, length, depth, length as u64);
-    for path in AttentionPath::ALL {
+    for &path in paths {
         let (logits, cache) = trained.prefill(path, &prompt, chunk);
         let got = trained.answer(logits, cache, want.len());
         let text = tokenizer.decode(&got, false).unwrap();
@@ -199,6 +209,26 @@ fn the_secret_is_found_up_to_16384_tokens() {
                 "{length} tokens in chunks of {}: found by every path",
                 chunk.min(length)
             );
+        }
+    }
+}
+
+/// `cargo test --release -- --ignored --nocapture the_secret_is_found_in_values_alone`
+#[test]
+#[ignore = "takes minutes"]
+fn the_secret_is_found_in_values_alone_up_to_16384_tokens() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let trained = load(dtype);
+        for (length, chunk, depth) in [
+            (2048, 1, 0.1),
+            (4096, 256, 0.3),
+            (8192, 1024, 0.5),
+            (16_384, 512, 0.7),
+            (16_384, 16_384, 0.2),
+        ] {
+            let path = AttentionPath::FusedSharedKv;
+            assert_secret_is_found_by(&[path], &trained, length, chunk, depth);
+            println!("{dtype:?}, {length} tokens in chunks of {chunk}: found by {path}");
         }
     }
 }
