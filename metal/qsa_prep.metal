@@ -51,8 +51,10 @@ inline void qsa_norm(thread float *x, device const float *weight, uint lane) {
     for (uint j = 0; j < N; j++) {
         squares = fma(x[j], x[j], squares);
     }
-    // The length is a power of two: dividing by it does not round.
-    const float root = sqrt(qsa_sum(squares) / float(GEM_LANES * N) + 1e-6f);
+    // The length is a power of two: dividing by it does not round. An infinity, or squares past f32, would make the others 0: no
+    // row has such a norm.
+    const float sum = qsa_sum(squares);
+    const float root = isfinite(sum) ? sqrt(sum / float(GEM_LANES * N) + 1e-6f) : NAN;
     for (uint j = 0; j < N; j++) {
         x[j] = x[j] / root * weight[GEM_LANES * j + lane];
     }

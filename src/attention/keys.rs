@@ -116,6 +116,14 @@ fn rows(frequencies: &[f64], first: usize, end: usize, device: &Device) -> Resul
     let Some(len) = (end - first).checked_mul(2 * pairs) else {
         bail!("rotary tables: {end} positions of {pairs} pairs pass the address range");
     };
+    // The largest angle is at the last position.
+    let last = end.saturating_sub(1) as f64;
+    if let Some(i) = frequencies.iter().position(|f| !(last * f).is_finite()) {
+        bail!(
+            "rotary tables: frequency {i} is {:e}, which at position {last} turns by more than f64 holds",
+            frequencies[i]
+        );
+    }
     let mut rows = Vec::new();
     if rows.try_reserve_exact(len).is_err() {
         bail!("rotary tables: no memory for {end} positions of {pairs} pairs");

@@ -23,7 +23,7 @@ const NAME: &str = "attention_d512_shared_kv";
 /// * `softmax_scale` - What scores are multiplied by; 1.0 for Gemma 4. Finite.
 ///
 /// Types, layouts and causality are those of `attention_d512`. Keys are rebuilt a tile at a time, once for all query heads of a KV
-/// head, never as a whole. With f32 values they have the bits of keys that were stored, and so has the result on the CPU. With
+/// head, never as a whole. On the CPU, with f32 values, they have the bits of keys that were stored, and so has the result. With
 /// half types keys are not rounded to the type, as stored ones would be.
 ///
 /// # Errors
@@ -61,7 +61,16 @@ impl AttentionD512 {
             );
         }
         keys.check(NAME, &geometry)?;
-        self.plan(&geometry)?;
+        let partitions = self.plan(&geometry)?;
+        if !q.device().is_cpu() {
+            super::gpu::plan_shared_kv(
+                &geometry,
+                keys,
+                &partitions,
+                self.softmax_scale,
+                self.route,
+            )?;
+        }
         Ok(geometry)
     }
 

@@ -131,7 +131,8 @@ impl ProjectionGeometry {
         let m = rows.iter().try_fold(1usize, |m, dim| m.checked_mul(*dim));
         // All bytes of the result are addressable.
         let y_bytes = |m: usize| m.checked_mul(n)?.checked_mul(4);
-        let Some(m) = m.filter(|m| y_bytes(*m).is_some()) else {
+        let fits = |m: &usize| y_bytes(*m).is_some_and(|bytes| bytes <= isize::MAX as usize);
+        let Some(m) = m.filter(fits) else {
             bail!(
                 "{op}: xs of shape {:?} times {n} rows passes the 64-bit address range",
                 xs.dims()

@@ -5,8 +5,9 @@
 //! ```
 //!
 //! The weight is packed once, and one product writes one f32 buffer of which every result is a view: one launch instead of
-//! one per block, xs is read once, and half-precision weights are never rounded on the way. The bits of an element depend on
-//! its row of xs and its row of w alone, so a block gives exactly what it would give on its own.
+//! one per block, xs is read once, and half-precision weights are never rounded on the way. On the CPU the bits of
+//! an element depend on its row of xs and its row of w alone, on Metal also on whether the call has more than 8 rows; so a block
+//! gives exactly what it would give on its own.
 
 mod cpu;
 pub mod geometry;

@@ -219,6 +219,31 @@ fn a_nan_stays_in_its_row_and_is_not_lost() -> Result<()> {
     Ok(())
 }
 
+/// Without that, the rest of the row would be divided by an infinite norm and come out as 0.
+#[test]
+fn a_row_without_a_finite_norm_is_nan() -> Result<()> {
+    for value in [f32::INFINITY, f32::NEG_INFINITY, 1e20] {
+        let mut rows = Rows::fused(8, 2)?.separate()?;
+        let mut q = rows.q.to_vec2::<f32>()?;
+        q[1][3 * 512 + 100] = value;
+        rows.q = Tensor::new(q, &Device::Cpu)?;
+        let mut k = rows.k.to_vec2::<f32>()?;
+        k[1][256 + 200] = value;
+        rows.k = Tensor::new(k, &Device::Cpu)?;
+        let out = rows.prep(&state_at(4)?)?;
+        let head = |t: &Tensor, head| -> Result<Vec<f32>> { t.get(1)?.get(head)?.to_vec1() };
+        for (h, wrong) in [(2, false), (3, true), (4, false)] {
+            let q = head(&out.qcur, h)?;
+            assert!(q.iter().all(|x| x.is_nan() == wrong), "{value}, head {h}");
+        }
+        let k = out.k.dequantize()?;
+        for (h, wrong) in [(0, false), (1, true)] {
+            assert!(head(&k, h)?.iter().all(|x| x.is_nan() == wrong), "{value}");
+        }
+    }
+    Ok(())
+}
+
 /// One group of 64 values of v: its codes, its scale and the values that they stand for.
 fn q8(group: &[f32]) -> (Vec<i8>, f16, Vec<f32>) {
     let mut v = vec![0f32; 512];

@@ -103,6 +103,7 @@ impl Cache {
         tokens: usize,
         dtype: DType,
     ) -> (usize, usize) {
+        let tokens = tokens.min(config.max_position_embeddings);
         config.layers.iter().fold((0, 0), |(sliding, full), layer| {
             let row = layer_cache::row_bytes(layer, path.rebuilds_keys(layer), dtype);
             let bytes = layer_cache::capacity(layer.kind, tokens) * row;

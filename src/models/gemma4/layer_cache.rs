@@ -219,7 +219,7 @@ impl LayerCache {
     pub fn can_truncate(&self, len: usize) -> bool {
         let needed = match self.kind {
             LayerKind::Full => 0,
-            LayerKind::Sliding { window } => (len + 1).saturating_sub(window),
+            LayerKind::Sliding { window } => len.saturating_add(1).saturating_sub(window),
         };
         len <= self.len && needed >= self.oldest
     }
@@ -299,9 +299,9 @@ pub(super) fn row_bytes(layer: &LayerConfig, values_only: bool, dtype: DType) ->
 
 /// Half as much again, so that appending token by token copies each row a bounded number of times.
 pub(super) fn grown(capacity: usize, wanted: usize, most: usize) -> usize {
-    wanted
-        .max(capacity + capacity / 2)
-        .next_multiple_of(GROWTH_ROWS)
+    let rows = wanted.max(capacity.saturating_add(capacity / 2));
+    rows.checked_next_multiple_of(GROWTH_ROWS)
+        .unwrap_or(rows)
         .min(most)
 }
 

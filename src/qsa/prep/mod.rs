@@ -77,7 +77,7 @@ pub struct QsaPrepared {
 /// bits in every result.
 ///
 /// Sums have one order on every device, so the same bits everywhere, as far as a device rounds as IEEE 754 says. f32
-/// throughout; a NaN or infinity makes its row NaN, for k and v its group of 64.
+/// throughout; a NaN, an infinity or squares past f32 make their row of q, k, iq or ik NaN, in v a NaN or infinity its group of 64.
 ///
 /// # Errors
 ///

@@ -76,7 +76,11 @@ fn norm<const N: usize>(x: &mut Row<N>, weight: &[f32]) {
         }
         half /= 2;
     }
-    let root = (squares[0] / (LANES * N) as f32 + EPSILON).sqrt();
+    // An infinity, or squares past f32, would make the others 0: no row has such a norm.
+    let root = match squares[0].is_finite() {
+        true => (squares[0] / (LANES * N) as f32 + EPSILON).sqrt(),
+        false => f32::NAN,
+    };
     for (part, weight) in x.iter_mut().zip(weight.as_chunks::<LANES>().0) {
         for (x, weight) in part.iter_mut().zip(weight) {
             *x = *x / root * *weight;
