@@ -49,6 +49,8 @@ mod weights;
 #[path = "../msl/tests/suite/decode.rs"]
 mod candle_decode;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod gpu_plans;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod metal_attention;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod metal_controls;
