@@ -27,7 +27,7 @@ pub struct Args {
     #[arg(short = 'r', long, default_value_t = 5, value_parser = at_least_one)]
     pub repetitions: usize,
 
-    /// Arms, the first of which the others are compared with; reference, fused and fused-kv; sdpa, fused-pN (N partitions), fused-tile8, fused-heads2,
+    /// Arms, the first of which the others are compared with; reference, sdpa (Metal), fused and fused-kv; fused-pN (N partitions), fused-tile8, fused-heads2,
     /// fused-direct and fused-matrix (GPU kernels) with --op.
     #[arg(long, value_delimiter = ',', default_value = "reference,fused")]
     pub attention: Vec<String>,

@@ -3,7 +3,7 @@
 use crate::args::Args;
 use crate::measure::{interleave, Arm, Row};
 use anyhow::{bail, Result};
-use candle::{DType, Tensor};
+use candle::{DType, Device, Tensor};
 use gem::models::gemma4::{AttentionPath, Cache, Config, Model};
 use std::time::Instant;
 
@@ -17,7 +17,12 @@ fn tokens(config: &Config, from: usize, count: usize) -> Vec<u32> {
 }
 
 /// Refuses what can't run before a weight is read.
-pub fn check(args: &Args, config: &Config) -> Result<Vec<AttentionPath>> {
+pub fn check(
+    args: &Args,
+    config: &Config,
+    dtype: DType,
+    device: &Device,
+) -> Result<Vec<AttentionPath>> {
     let most = args.n_prompt.iter().chain(&args.n_gen).max().unwrap_or(&0);
     for depth in &args.n_depth {
         if depth + most > config.max_position_embeddings {
@@ -30,7 +35,7 @@ pub fn check(args: &Args, config: &Config) -> Result<Vec<AttentionPath>> {
     }
     let paths = args.attention.iter().map(|name| {
         let path: AttentionPath = name.parse()?;
-        path.check(config)?;
+        path.check(config, dtype, device)?;
         Ok(path)
     });
     paths.collect()
@@ -115,6 +120,7 @@ fn arm<'a>(
         name: path.name().to_string(),
         // A prompt reads the weights once a chunk: no bound for a token.
         bytes: generates.then(|| read + caches(context.len() + count / 2)),
+        held_bytes: model.device().is_cpu().then_some(all),
         planned_bytes: all + caches(context.len() + count),
         run: Box::new(move || {
             let mut cache = context.fork()?;

@@ -121,7 +121,7 @@ pub fn run(
         .collect::<Result<Vec<_>>>()?;
     for (name, kernel) in &kernels {
         if matches!(kernel, Kernel::Sdpa) {
-            sdpa::check_device(device)?;
+            sdpa::check_device(device, dtype, gem::attention::HEAD_DIM)?;
         }
         if device.is_cpu() && GPU_ONLY.contains(&name.as_str()) {
             bail!("{name}: not on this device, it names kernels of a GPU");
@@ -149,11 +149,13 @@ pub fn run(
                 Kernel::SharedKv => bytes / 2,
                 _ => bytes,
             };
+            let row_bytes = (q.elem_count() * dtype.size_in_bytes()) as u64;
             let mut calls = 1;
             arms.push(Arm {
                 name: name.clone(),
                 bytes: Some(kv_bytes),
-                planned_bytes: kv_bytes + 2 * (q.elem_count() * dtype.size_in_bytes()) as u64,
+                planned_bytes: kv_bytes + 2 * row_bytes,
+                held_bytes: device.is_cpu().then_some(kv_bytes + row_bytes),
                 run: Box::new(move || {
                     let start = Instant::now();
                     for _ in 0..calls {

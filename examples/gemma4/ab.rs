@@ -58,16 +58,10 @@ fn feed_all(
     Ok(())
 }
 
-/// The paths that a model of this configuration can run on.
-pub fn paths(config: &Config) -> Vec<AttentionPath> {
-    let runs = |path: &AttentionPath| path.check(config).is_ok();
-    AttentionPath::ALL.into_iter().filter(runs).collect()
-}
-
 /// Names each path that [`compare`] can't run, with the reason.
-pub fn say_what_is_left_out(config: &Config) {
+pub fn say_what_is_left_out(config: &Config, dtype: DType, device: &Device) {
     for path in AttentionPath::ALL {
-        if let Err(reason) = path.check(config) {
+        if let Err(reason) = path.check(config, dtype, device) {
             eprintln!("not compared: {reason}");
         }
     }
@@ -80,7 +74,7 @@ pub fn compare(
     args: &Args,
 ) -> Result<Comparison> {
     // The first pass of a process pays for cold memory.
-    let paths = paths(model.config());
+    let paths = AttentionPath::available(model.config(), model.dtype(), model.device());
     for &path in &paths {
         feed(
             model,

@@ -16,7 +16,7 @@ use candle::utils::{cuda_is_available, metal_is_available};
 use candle::{DType, Device};
 use checkpoint::Checkpoint;
 use clap::Parser;
-use gem::models::gemma4::{Cache, Model};
+use gem::models::gemma4::{AttentionPath, Cache, Model};
 use memory::human;
 use std::io::Write;
 use std::time::Instant;
@@ -59,9 +59,9 @@ fn run(args: &Args, device: &Device) -> Result<()> {
     let context = run::planned_context(args, ids.len()).min(limit);
     let path = args.attention.unwrap_or_default();
     if args.ab {
-        ab::say_what_is_left_out(&config);
+        ab::say_what_is_left_out(&config, dtype, device);
     } else {
-        path.check(&config)?;
+        path.check(&config, dtype, device)?;
     }
     let report = args
         .json
@@ -76,7 +76,7 @@ fn run(args: &Args, device: &Device) -> Result<()> {
             .sum();
         // A comparison holds the caches of every path at once.
         let paths = match args.ab {
-            true => ab::paths(&config),
+            true => AttentionPath::available(&config, dtype, device),
             false => vec![path],
         };
         let (mut sliding, mut full, mut tables) = (0, 0, 0);

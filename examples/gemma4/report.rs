@@ -17,6 +17,9 @@ pub fn rate(tokens: usize, seconds: f64) -> f64 {
 pub fn described(path: AttentionPath) -> &'static str {
     match path {
         AttentionPath::Reference => "reference: plain candle ops in every layer",
+        AttentionPath::Sdpa => {
+            "sdpa: candle's fused kernel for single tokens in full-attention layers, plain candle ops elsewhere"
+        }
         AttentionPath::Fused => {
             "fused: attention_d512 in full-attention layers, plain candle ops elsewhere"
         }

@@ -74,6 +74,14 @@ impl RotaryTables {
         })
     }
 
+    /// The same on `device`.
+    pub fn to_device(&self, device: &Device) -> Result<Self> {
+        Ok(Self {
+            frequencies: self.frequencies.clone(),
+            rows: self.rows.to_device(device)?,
+        })
+    }
+
     /// Positions from 0 up that the tables reach to.
     pub fn positions(&self) -> usize {
         self.rows.dims()[0]

@@ -8,9 +8,8 @@ use candle::{bail, DType, Device, Result, Tensor};
 
 const NAME: &str = "sdpa";
 
-/// Keys from which on candle takes its two-pass kernel.
-#[cfg(any(feature = "metal", test))]
-const TWO_PASS_KEYS: usize = 1024;
+/// Those that candle has kernels for.
+const HEAD_DIMS: [usize; 6] = [32, 64, 96, 128, 256, 512];
 
 /// `softmax(q k^T * softmax_scale) v` by `candle_nn::ops::sdpa`, for one query row that sees every key.
 ///
@@ -28,16 +27,27 @@ const TWO_PASS_KEYS: usize = 1024;
 /// row; shapes, dtypes or strides that the kernel does not expect; a head_dim that candle has no kernel for.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, softmax_scale: f32) -> Result<Tensor> {
     check(q, k, v)?;
-    check_device(q.device())?;
-    #[cfg(feature = "metal")]
-    check_threads(q, k.dim(2)?)?;
+    check_device(q.device(), q.dtype(), q.dim(3)?)?;
     candle_nn::ops::sdpa(q, k, v, None, false, softmax_scale, 1.0)
 }
 
-/// Why candle's kernel can't run there.
-pub fn check_device(device: &Device) -> Result<()> {
+/// Why candle's kernels can't run there.
+///
+/// # Errors
+///
+/// A device other than Metal, a pipeline of it that can't run as many threads as candle launches, a dtype or head_dim that candle
+/// has no kernel for.
+pub fn check_device(device: &Device, dtype: DType, head_dim: usize) -> Result<()> {
+    if !HEAD_DIMS.contains(&head_dim) {
+        bail!("{NAME}: candle has no kernel for head_dim {head_dim}, want one of {HEAD_DIMS:?}");
+    }
+    if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        bail!("{NAME}: candle has no kernel for dtype {dtype:?}, want F32, F16 or BF16");
+    }
     match device {
-        Device::Metal(_) if cfg!(feature = "metal") => Ok(()),
+        #[cfg(feature = "metal")]
+        Device::Metal(device) => check_threads(device, dtype, head_dim),
+        #[cfg(not(feature = "metal"))]
         Device::Metal(_) => bail!("{NAME}: not in this build, want the feature `metal`"),
         _ => bail!(
             "{NAME}: not on this device: candle's kernel is for Metal, got {:?}",
@@ -68,14 +78,12 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
     {
         bail!("{NAME}: {q_heads} query heads on {kv_heads} heads of {kv_len} keys in a batch of {batch}, want at least one of each, and a multiple");
     }
-    if ![32, 64, 96, 128, 256, 512].contains(&head_dim) {
-        bail!("{NAME}: candle has no kernel for head_dim {head_dim}");
-    }
-    for (name, t) in [("q", q), ("k", k), ("v", v)] {
-        if t.dtype() != q.dtype() || !matches!(t.dtype(), DType::F32 | DType::F16 | DType::BF16) {
+    for (name, t) in [("k", k), ("v", v)] {
+        if t.dtype() != q.dtype() {
             bail!(
-                "{NAME}: {name} has dtype {:?}, want f32, f16 or bf16 for all of q, k and v",
-                t.dtype()
+                "{NAME}: {name} has dtype {:?}, want that of q, {:?}",
+                t.dtype(),
+                q.dtype()
             );
         }
     }
@@ -95,13 +103,10 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
 
 /// Metal drops a launch of more threads than the pipeline can run and leaves the output as it was. candle does not look.
 #[cfg(feature = "metal")]
-fn check_threads(q: &Tensor, kv_len: usize) -> Result<()> {
+fn check_threads(device: &candle::MetalDevice, dtype: DType, head_dim: usize) -> Result<()> {
     use candle_metal_kernels::metal::{ConstantValues, Value};
     use candle_metal_kernels::source::Source;
-    let Device::Metal(device) = q.device() else {
-        return Ok(());
-    };
-    for (entry, threads, masked) in launches(q.dtype(), q.dim(3)?, kv_len) {
+    for (entry, threads, masked) in launches(dtype, head_dim) {
         // As candle asks for it, so that the pipeline is made once.
         let constants = masked.then(|| ConstantValues::new(vec![(20, Value::Bool(false))]));
         let pipeline = device
@@ -121,22 +126,21 @@ fn check_threads(q: &Tensor, kv_len: usize) -> Result<()> {
     Ok(())
 }
 
-/// Kernels that candle launches, with how many threads, and whether they take the constant for masks.
+/// Kernels that candle launches (the first alone below 1,024 keys, else the other two), with how many threads, and whether they
+/// take the constant for masks.
 #[cfg(any(feature = "metal", test))]
-fn launches(dtype: DType, head_dim: usize, kv_len: usize) -> Vec<(String, usize, bool)> {
+fn launches(dtype: DType, head_dim: usize) -> [(String, usize, bool); 3] {
     let name = match dtype {
         DType::F16 => "float16_t",
         DType::BF16 => "bfloat16_t",
         _ => "float",
     };
     let entry = |kind: &str| format!("sdpa_vector_{kind}{name}_{head_dim}");
-    match kv_len < TWO_PASS_KEYS {
-        true => vec![(entry(""), 1024, true)],
-        false => vec![
-            (entry("2pass_1_"), 256, true),
-            (entry("2pass_2_"), 1024, false),
-        ],
-    }
+    [
+        (entry(""), 1024, true),
+        (entry("2pass_1_"), 256, true),
+        (entry("2pass_2_"), 1024, false),
+    ]
 }
 
 #[cfg(test)]
@@ -160,8 +164,10 @@ mod tests {
         insta::assert_snapshot!(refusal(&q, &kv, &zeros([2, 2, 8, 512])?), @"sdpa: k is [2, 2, 9, 512] and v [2, 2, 8, 512], want both (2, kv_heads, kv_len, 512) to fit q [2, 8, 1, 512]");
         insta::assert_snapshot!(refusal(&zeros([2, 7, 1, 512])?, &kv, &kv), @"sdpa: 7 query heads on 2 heads of 9 keys in a batch of 2, want at least one of each, and a multiple");
         let narrow = zeros([2, 2, 9, 80])?;
-        insta::assert_snapshot!(refusal(&zeros([2, 8, 1, 80])?, &narrow, &narrow), @"sdpa: candle has no kernel for head_dim 80");
-        insta::assert_snapshot!(refusal(&q, &kv, &kv.to_dtype(DType::F16)?), @"sdpa: v has dtype F16, want f32, f16 or bf16 for all of q, k and v");
+        insta::assert_snapshot!(refusal(&zeros([2, 8, 1, 80])?, &narrow, &narrow), @"sdpa: candle has no kernel for head_dim 80, want one of [32, 64, 96, 128, 256, 512]");
+        insta::assert_snapshot!(refusal(&q, &kv, &kv.to_dtype(DType::F16)?), @"sdpa: v has dtype F16, want that of q, F32");
+        let ids = |t: &Tensor| t.to_dtype(DType::U32);
+        insta::assert_snapshot!(refusal(&ids(&q)?, &ids(&kv)?, &ids(&kv)?), @"sdpa: candle has no kernel for dtype U32, want F32, F16 or BF16");
         let spread = zeros([2, 2, 9, 1024])?.narrow(3, 0, 512)?;
         insta::assert_snapshot!(refusal(&q, &spread, &kv), @"sdpa: k of shape [2, 2, 9, 512] has strides [18432, 9216, 1024, 1], want neighbouring rows, and batches 2 heads apart");
         // What a cache hands out: batches further apart than its heads.
@@ -176,12 +182,9 @@ mod tests {
     fn the_launches_that_are_checked_are_those_of_candle() {
         let launch = |entry: &str, threads, masked| (entry.to_string(), threads, masked);
         assert_eq!(
-            launches(DType::BF16, 512, 1023),
-            [launch("sdpa_vector_bfloat16_t_512", 1024, true)]
-        );
-        assert_eq!(
-            launches(DType::F32, 256, 1024),
+            launches(DType::F32, 256),
             [
+                launch("sdpa_vector_float_256", 1024, true),
                 launch("sdpa_vector_2pass_1_float_256", 256, true),
                 launch("sdpa_vector_2pass_2_float_256", 1024, false)
             ]

@@ -156,6 +156,8 @@ fn ab_says_that_every_path_gives_the_same_tokens() {
         .collect();
     let names: Vec<_> = rows.iter().map(|row| row[1]).collect();
     assert_eq!(names, ["reference", "fused", "fused-kv"], "{}", out.stdout);
+    let left_out = "not compared: sdpa: not on this device: candle's kernel is for Metal";
+    assert!(out.stderr.contains(left_out), "{}", out.stderr);
     let full_cache = |row: &[&str]| row[7].parse::<f64>().unwrap();
     assert_eq!(
         full_cache(&rows[1]),
@@ -231,10 +233,14 @@ fn mistakes_are_named_before_any_work_and_fail() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("none.safetensors");
     let missing = missing.to_str().unwrap();
-    let cases: [(&[&str], &str); 15] = [
+    let cases: [(&[&str], &str); 16] = [
+        (
+            &["--attention", "sdpa", "--cpu"],
+            "sdpa: not on this device",
+        ),
         (
             &["--attention", "flash"],
-            "want one of [\"reference\", \"fused\", \"fused-kv\"]",
+            "want one of [\"reference\", \"sdpa\", \"fused\", \"fused-kv\"]",
         ),
         (
             &["--prompt", "a", "--prompt-file", "b"],

@@ -212,6 +212,16 @@ fn a_path_without_an_op_for_the_model_is_refused_with_the_reason() {
 }
 
 #[test]
+fn candles_own_kernel_is_a_path_of_metal_alone() {
+    let small = model("tiny-gemma4-d512", DType::F32);
+    assert_eq!(
+        paths(&small),
+        ["reference", "fused", "fused-kv"].map(|name| name.parse().unwrap())
+    );
+    insta::assert_snapshot!(message(small.new_cache(AttentionPath::Sdpa).unwrap_err()), @"sdpa: not on this device: candle's kernel is for Metal, got Cpu");
+}
+
+#[test]
 fn bad_input_is_refused_before_the_cache_changes() {
     let model = model("tiny-gemma4-d512", DType::F32);
     let mut cache = model

@@ -1,6 +1,7 @@
 //! The trained model of the repository: what transformers makes of it, and the secret words that only attention over the
 //! whole context can find.
 
+use crate::common::model::paths;
 use crate::common::trained_model;
 use candle::{DType, Device, Tensor};
 use gem::models::gemma4::{
@@ -125,7 +126,7 @@ fn tokenizer() -> Tokenizer {
 
 /// Every path gives the right answer, and so the same tokens.
 fn assert_secret_is_found(trained: &Trained, length: usize, chunk: usize, depth: f64) {
-    assert_secret_is_found_by(&AttentionPath::ALL, trained, length, chunk, depth);
+    assert_secret_is_found_by(&paths(&trained.model), trained, length, chunk, depth);
 }
 
 fn assert_secret_is_found_by(
@@ -155,7 +156,7 @@ fn f32_greedy_tokens_are_those_of_transformers() {
     let goldens: Vec<Golden> = serde_json::from_str(&goldens).unwrap();
     assert_eq!(goldens.iter().filter(|g| g.kind == "secret").count(), 4);
     for (i, golden) in goldens.iter().enumerate() {
-        for path in AttentionPath::ALL {
+        for path in paths(&trained.model) {
             let (logits, cache) = trained.prefill(path, &golden.prompt_ids, 1024);
             let row = logits.to_vec1::<f32>().unwrap();
             for (&id, &want) in golden.top10_ids.iter().zip(&golden.top10_logits) {

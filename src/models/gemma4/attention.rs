@@ -7,7 +7,7 @@ use super::layer_cache::LayerCache;
 use super::norm::RmsNorm;
 use super::path::AttentionPath;
 use super::rope::Angles;
-use crate::attention::{reference, RotaryKeys};
+use crate::attention::{reference, sdpa, RotaryKeys};
 use crate::projection::FusedProjection;
 use candle::{bail, DType, Module, Result, Tensor};
 use candle_nn::{linear_no_bias, Linear, VarBuilder};
@@ -92,6 +92,10 @@ impl Attention {
                 (AttentionPath::Fused, LayerKind::Full) => {
                     crate::attention_d512(&q, &view.k, &view.v, SOFTMAX_SCALE)?
                 }
+                // One row, the last, sees every key.
+                (AttentionPath::Sdpa, LayerKind::Full) if tokens == 1 => {
+                    sdpa::attention(&q, &view.k, &view.v, SOFTMAX_SCALE)?
+                }
                 _ => reference::attention(&q, &view.k, &view.v, SOFTMAX_SCALE, view.visible)?,
             }
         };
@@ -106,7 +110,7 @@ impl Attention {
         path: AttentionPath,
     ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
         let results = match path {
-            AttentionPath::Reference => None,
+            AttentionPath::Reference | AttentionPath::Sdpa => None,
             AttentionPath::Fused | AttentionPath::FusedSharedKv => Some(self.qkv.forward(xs)?),
         };
         let part = |name| match &results {

@@ -24,8 +24,7 @@ pub struct Cache {
 
 impl Cache {
     /// See [`Model::new_cache`](super::Model::new_cache).
-    pub(super) fn new(config: &Config, path: AttentionPath) -> Result<Self> {
-        path.check(config)?;
+    pub(super) fn new(config: &Config, path: AttentionPath) -> Self {
         let layers = config
             .layers
             .iter()
@@ -34,14 +33,14 @@ impl Cache {
                 false => LayerCache::new(layer.kind),
             })
             .collect();
-        Ok(Self {
+        Self {
             path,
             max_context: config.max_position_embeddings,
             len: 0,
             layers,
             tables: Vec::new(),
             reserve: 0,
-        })
+        }
     }
 
     /// Lowers the context limit from the model's own to `max_context` tokens.
@@ -203,7 +202,7 @@ impl Cache {
     }
 
     /// Fails if this is the cache of a model with other layers: their keys would be taken for this model's.
-    pub(super) fn check_model(&self, config: &Config) -> Result<()> {
+    pub(super) fn check_model(&self, config: &Config, dtype: DType, device: &Device) -> Result<()> {
         let kinds = self.layers.iter().map(LayerCache::kind);
         if !kinds.eq(config.layers.iter().map(|layer| layer.kind)) {
             bail!(
@@ -212,7 +211,7 @@ impl Cache {
                 config.layers.len()
             );
         }
-        self.path.check(config)
+        self.path.check(config, dtype, device)
     }
 
     /// Tables of `rope` for the tokens held and `tokens` more, which have room.
@@ -263,7 +262,7 @@ mod tests {
         let text = r#"{"model_type": "gemma4_text", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 6,
             "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 4, "max_position_embeddings": 64,
             "vocab_size": 16, "hidden_size_per_layer_input": 0}"#;
-        let mut cache = Cache::new(&Config::from_json(text)?, AttentionPath::Reference)?;
+        let mut cache = Cache::new(&Config::from_json(text)?, AttentionPath::Reference);
         cache.check_room(1)?;
         // What a forward pass leaves that failed in the second layer.
         let row = Tensor::zeros((1, 1, 1, 4), DType::F32, &Device::Cpu)?;

@@ -100,7 +100,8 @@ impl Model {
     ///
     /// The model can't run on `path`.
     pub fn new_cache(&self, path: AttentionPath) -> Result<Cache> {
-        Cache::new(&self.config, path)
+        path.check(&self.config, self.dtype, &self.device)?;
+        Ok(Cache::new(&self.config, path))
     }
 
     /// Feeds `input_ids`, u32 `(batch, tokens)`, after what `cache` holds, and returns the logits of the last token, f32
@@ -195,7 +196,7 @@ impl Model {
                 ids[at]
             );
         }
-        cache.check_model(&self.config)?;
+        cache.check_model(&self.config, self.dtype, &self.device)?;
         cache.check_room(tokens)?;
         Ok(tokens)
     }

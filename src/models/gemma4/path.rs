@@ -1,13 +1,17 @@
 //! Which ops attention layers run on.
 
 use super::config::{Config, LayerConfig, LayerKind};
-use candle::{bail, Result};
+use crate::attention::sdpa;
+use candle::{bail, DType, Device, Result};
 
 /// Which ops attention runs on; chosen per [`Cache`](super::Cache), so both can run in one process on the same weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionPath {
     /// Plain candle ops everywhere: a product each for q, k and v, and [`crate::attention::reference`].
     Reference,
+    /// As `Reference`, with candle's own fused kernel ([`crate::attention::sdpa`]) for single tokens in full layers: what a Mac user
+    /// would compare with. On Metal alone.
+    Sdpa,
     /// In every layer one [`FusedProjection`](crate::FusedProjection) for q, k and v; in full layers
     /// [`crate::attention_d512`], for prompts and single tokens alike, in sliding layers [`crate::attention::reference`].
     ///
@@ -31,12 +35,24 @@ impl Default for AttentionPath {
 
 impl AttentionPath {
     /// Every path, the reference first.
-    pub const ALL: [Self; 3] = [Self::Reference, Self::Fused, Self::FusedSharedKv];
+    pub const ALL: [Self; 4] = [
+        Self::Reference,
+        Self::Sdpa,
+        Self::Fused,
+        Self::FusedSharedKv,
+    ];
+
+    /// Those that [`check`](Self::check) finds nothing against, the reference first.
+    pub fn available(config: &Config, dtype: DType, device: &Device) -> Vec<Self> {
+        let runs = |path: &Self| path.check(config, dtype, device).is_ok();
+        Self::ALL.into_iter().filter(runs).collect()
+    }
 
     /// As `--attention` and [`FromStr`](std::str::FromStr) spell it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Reference => "reference",
+            Self::Sdpa => "sdpa",
             Self::Fused => "fused",
             Self::FusedSharedKv => "fused-kv",
         }
@@ -47,13 +63,19 @@ impl AttentionPath {
         self == Self::FusedSharedKv && layer.kind == LayerKind::Full
     }
 
-    /// Fails with the reason if a model of this configuration can't run on this path.
-    pub fn check(self, config: &Config) -> Result<()> {
-        if self == Self::Reference {
-            return Ok(());
-        }
-        for (i, layer) in config.layers.iter().enumerate() {
-            if layer.kind == LayerKind::Full && layer.head_dim != 512 {
+    /// Fails with the reason if a model of this configuration, with weights of `dtype` on `device`, can't run on this path.
+    pub fn check(self, config: &Config, dtype: DType, device: &Device) -> Result<()> {
+        let full = |(_, layer): &(usize, &LayerConfig)| layer.kind == LayerKind::Full;
+        for (i, layer) in config.layers.iter().enumerate().filter(full) {
+            match self {
+                Self::Reference => continue,
+                Self::Sdpa => {
+                    sdpa::check_device(device, dtype, layer.head_dim)?;
+                    continue;
+                }
+                Self::Fused | Self::FusedSharedKv => {}
+            }
+            if layer.head_dim != 512 {
                 bail!(
                     "gemma4: the {self} path has ops for head_dim 512, full-attention layer {i} has {}; want the {} path",
                     layer.head_dim,

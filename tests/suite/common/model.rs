@@ -46,12 +46,9 @@ pub fn text_weights(
     fixture_weights(name).into_iter().map(changed).collect()
 }
 
-/// The paths that the model can run on: a 64-wide head has no fused op.
+/// The paths that the model can run on: a 64-wide head has no fused op, a CPU no `sdpa`.
 pub fn paths(model: &Model) -> Vec<AttentionPath> {
-    AttentionPath::ALL
-        .into_iter()
-        .filter(|path| path.check(model.config()).is_ok())
-        .collect()
+    AttentionPath::available(model.config(), model.dtype(), model.device())
 }
 
 pub fn ids(tokens: &[u32]) -> Tensor {
