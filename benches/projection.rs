@@ -1,4 +1,4 @@
-//! Criterion groups `fused_projection/type/rows of xs`, with throughput in bytes of weights, so that a report reads as
+//! Criterion benchmarks `fused_projection/arm/rows of xs`, where an arm is who multiplies, the type and the rows of the weight, with throughput in bytes of weights, so that a report reads as
 //! bandwidth where few rows share them.
 //!
 //! `cargo bench --bench projection -- --save-baseline before`. To compare arms with each other use `--bench ab_projection`.
@@ -14,6 +14,7 @@ fn random(rows: usize, scale: f32, dtype: DType) -> Result<Tensor> {
 }
 
 fn qsa(criterion: &mut Criterion) -> Result<()> {
+    let mut group = criterion.benchmark_group("fused_projection");
     for (name, dtype) in [
         ("f32", DType::F32),
         ("f16", DType::F16),
@@ -23,23 +24,21 @@ fn qsa(criterion: &mut Criterion) -> Result<()> {
         let projection =
             QsaProjection::new(&weight(512)?, &weight(512)?, &weight(128)?, &weight(512)?)?;
         for (query, columns) in [(false, 1152), (true, 1664)] {
-            let mut group = criterion.benchmark_group(format!("fused_projection/{name}/{columns}"));
+            let arm = |arm: &str, rows| BenchmarkId::new(format!("{arm}-{name}-{columns}"), rows);
             let weight = projection.packed(query).weight();
             let bytes = weight.elem_count() * dtype.size_in_bytes();
             group.throughput(Throughput::Bytes(bytes as u64));
             for rows in [1, 8, 256, 2048] {
                 let xs = random(rows, 1.0, dtype)?;
-                group.bench_function(BenchmarkId::new("fused", rows), |b| {
+                group.bench_function(arm("fused", rows), |b| {
                     b.iter(|| projection.project(&xs, query))
                 });
                 let transposed = weight.t()?;
-                group.bench_function(BenchmarkId::new("candle", rows), |b| {
-                    b.iter(|| xs.matmul(&transposed))
-                });
+                group.bench_function(arm("candle", rows), |b| b.iter(|| xs.matmul(&transposed)));
             }
-            group.finish();
         }
     }
+    group.finish();
     Ok(())
 }
 

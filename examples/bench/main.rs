@@ -9,6 +9,7 @@ mod measure;
 mod memory;
 mod model;
 mod op;
+mod peak;
 mod plot;
 #[path = "../../benches/ab/quantiles.rs"]
 mod quantiles;
@@ -48,7 +49,7 @@ fn main() -> Result<ExitCode> {
             op::run(&args, heads, dtype, &device, &progress)?
         }
         None => {
-            let paths = model::check(&args, source.config())?;
+            let paths = model::check(&args, source.config(), dtype, &device)?;
             progress("loading".to_string());
             let model = source.load(dtype, &device)?;
             model::run(&args, &model, &paths, &progress)?

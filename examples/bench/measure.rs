@@ -1,5 +1,6 @@
 //! One test on several arms, in turn.
 
+use crate::peak;
 use crate::quantiles;
 use anyhow::Result;
 use serde::Serialize;
@@ -20,6 +21,8 @@ pub struct Row {
     pub bytes: Option<u64>,
     /// Weights and caches, or inputs.
     pub planned_bytes: u64,
+    /// What was held at most in a sample: [`Arm::held_bytes`] and what came on top. On a CPU, where the system tells.
+    pub peak_bytes: Option<u64>,
     /// Median over the rounds of this arm's time by that of the first in the same round.
     pub ratio: f64,
     /// Half the distance between the quartiles of these ratios, relative to their median.
@@ -63,6 +66,8 @@ pub struct Arm<'a> {
     pub name: String,
     pub bytes: Option<u64>,
     pub planned_bytes: u64,
+    /// Of what is planned, what is there before a sample starts; nothing is known of the memory of a GPU.
+    pub held_bytes: Option<u64>,
     pub run: Box<dyn FnMut() -> Result<f64> + 'a>,
 }
 
@@ -79,6 +84,17 @@ pub fn interleave(
         step(&arm.name);
         (arm.run)()?;
     }
+    // Apart from the rounds: asking takes time.
+    let mut peaks = Vec::with_capacity(arms.len());
+    for arm in &mut arms {
+        step(&arm.name);
+        let gained = peak::gained_by(&mut arm.run)?;
+        peaks.push(
+            arm.held_bytes
+                .zip(gained)
+                .map(|(held, gained)| held + gained),
+        );
+    }
     let mut seconds = vec![Vec::with_capacity(rounds); arms.len()];
     for round in 0..rounds {
         let mut order: Vec<usize> = (0..arms.len()).collect();
@@ -91,19 +107,24 @@ pub fn interleave(
         }
     }
     let first = seconds[0].clone();
-    let rows = arms.into_iter().zip(seconds).map(|(arm, seconds)| {
-        let ratios = quantiles::ratios(&seconds, &first);
-        Row {
-            test: test.to_string(),
-            context,
-            arm: arm.name,
-            tokens,
-            bytes: arm.bytes,
-            planned_bytes: arm.planned_bytes,
-            ratio: quantiles::median(&ratios),
-            ratio_spread: quantiles::spread(&ratios),
-            seconds,
-        }
-    });
+    let rows = arms
+        .into_iter()
+        .zip(seconds)
+        .zip(peaks)
+        .map(|((arm, seconds), peak_bytes)| {
+            let ratios = quantiles::ratios(&seconds, &first);
+            Row {
+                test: test.to_string(),
+                context,
+                arm: arm.name,
+                tokens,
+                bytes: arm.bytes,
+                planned_bytes: arm.planned_bytes,
+                peak_bytes,
+                ratio: quantiles::median(&ratios),
+                ratio_spread: quantiles::spread(&ratios),
+                seconds,
+            }
+        });
     Ok(rows.collect())
 }

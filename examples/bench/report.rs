@@ -2,7 +2,8 @@
 
 use crate::args::Output;
 use crate::measure::Row;
-use crate::memory::{human, peak};
+use crate::memory::human;
+use crate::peak;
 use anyhow::Result;
 use serde::Serialize;
 use serde_json::{json, Value};
@@ -25,7 +26,7 @@ pub fn print(out: &mut impl Write, output: Output, setting: &Setting, rows: &[Ro
         Output::Csv => csv(out, setting, rows)?,
         Output::Json => {
             let rows: Vec<Value> = rows.iter().map(value).collect();
-            let all = json!({ "setting": setting, "peak_memory_bytes": peak(), "rows": rows });
+            let all = json!({ "setting": setting, "peak_memory_bytes": peak::of_process(), "rows": rows });
             writeln!(out, "{}", serde_json::to_string_pretty(&all)?)?;
         }
         Output::Jsonl => {
@@ -66,9 +67,9 @@ fn markdown(out: &mut impl Write, setting: &Setting, rows: &[Row]) -> Result<()>
     )?;
     writeln!(
         out,
-        "| test | context | attention | t/s | median ms | ± % | x first | GB/s | planned memory |"
+        "| test | context | attention | t/s | median ms | ± % | x first | GB/s | planned memory | peak |"
     )?;
-    writeln!(out, "|---|---:|---|---:|---:|---:|---:|---:|---:|")?;
+    writeln!(out, "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|")?;
     for row in rows {
         let (rate, deviation) = row.rate();
         let bandwidth = row
@@ -76,7 +77,7 @@ fn markdown(out: &mut impl Write, setting: &Setting, rows: &[Row]) -> Result<()>
             .map_or(String::new(), |x| format!("{x:.1}"));
         writeln!(
             out,
-            "| {} | {} | {} | {rate:.2} ± {deviation:.2} | {:.3} | {:.1} | {:.3} ± {:.3} | {bandwidth} | {} |",
+            "| {} | {} | {} | {rate:.2} ± {deviation:.2} | {:.3} | {:.1} | {:.3} ± {:.3} | {bandwidth} | {} | {} |",
             row.test,
             row.context,
             row.arm,
@@ -84,17 +85,18 @@ fn markdown(out: &mut impl Write, setting: &Setting, rows: &[Row]) -> Result<()>
             100.0 * row.spread(),
             row.ratio,
             row.ratio * row.ratio_spread,
-            human(row.planned_bytes)
+            human(row.planned_bytes),
+            row.peak_bytes.map_or(String::new(), human)
         )?;
     }
-    if let Some(bytes) = peak() {
+    if let Some(bytes) = peak::of_process() {
         writeln!(out, "\npeak memory of the process: {}", human(bytes))?;
     }
     Ok(())
 }
 
 fn csv(out: &mut impl Write, setting: &Setting, rows: &[Row]) -> Result<()> {
-    writeln!(out, "model,dtype,device,threads,test,context,attention,per_second,per_second_deviation,median_ms,spread,ratio,ratio_spread,gigabytes_per_second,planned_bytes")?;
+    writeln!(out, "model,dtype,device,threads,test,context,attention,per_second,per_second_deviation,median_ms,spread,ratio,ratio_spread,gigabytes_per_second,planned_bytes,peak_bytes")?;
     let quoted = |text: &str| format!("\"{}\"", text.replace('"', "\"\""));
     for row in rows {
         let (rate, deviation) = row.rate();
@@ -103,7 +105,7 @@ fn csv(out: &mut impl Write, setting: &Setting, rows: &[Row]) -> Result<()> {
             .map_or(String::new(), |x| x.to_string());
         writeln!(
             out,
-            "{},{},{},{},{},{},{},{rate},{deviation},{},{},{},{},{bandwidth},{}",
+            "{},{},{},{},{},{},{},{rate},{deviation},{},{},{},{},{bandwidth},{},{}",
             quoted(&setting.model),
             setting.dtype,
             setting.device,
@@ -115,7 +117,8 @@ fn csv(out: &mut impl Write, setting: &Setting, rows: &[Row]) -> Result<()> {
             row.spread(),
             row.ratio,
             row.ratio_spread,
-            row.planned_bytes
+            row.planned_bytes,
+            row.peak_bytes.map_or(String::new(), |x| x.to_string())
         )?;
     }
     Ok(())

@@ -1,7 +1,7 @@
 //! Inputs that anyone can make again, the oracle, and how far a result is from it.
 
 use candle::{DType, Device, Result, Tensor};
-use gem::attention::HEAD_DIM;
+use gem::attention::{RotaryKeys, RotaryTables, HEAD_DIM};
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
@@ -35,6 +35,45 @@ fn uniform(seed: u64, heads: usize, len: usize) -> Result<Tensor> {
         .map(|_| ((rng.next_u32() >> 8) as f32 - (1u32 << 23) as f32) * width)
         .collect();
     Tensor::from_vec(values, (1, heads, len, HEAD_DIM), &Device::Cpu)
+}
+
+/// Of Gemma 4: 64 pairs of dimensions turn. Weights are between 1/2 and 3/2.
+pub fn rotary_keys(seed: u64, positions: usize) -> Result<RotaryKeys> {
+    let frequencies: Vec<f64> = (0..HEAD_DIM / 8)
+        .map(|i| 1e6f64.powf(-2.0 * i as f64 / HEAD_DIM as f64))
+        .collect();
+    let weight = (uniform(seed, 1, 1)?.flatten_all()? / 12f64.sqrt())? + 1.0;
+    RotaryKeys::new(
+        &weight?,
+        &RotaryTables::new(&frequencies, positions, &Device::Cpu)?,
+    )
+}
+
+/// `rotate(weight * v)` as its definition reads, in f64, rounded to f32 once.
+pub fn rebuilt(v: &Tensor, keys: &RotaryKeys) -> Result<Tensor> {
+    let (_, _, kv_len, _) = v.dims4()?;
+    let weight = keys.weight().to_vec1::<f32>()?;
+    let tables = keys.tables();
+    let (pairs, rows) = (tables.pairs(), tables.rows().to_vec2::<f32>()?);
+    let mut k = v.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    k.par_chunks_mut(HEAD_DIM).enumerate().for_each(|(i, row)| {
+        let weighted: Vec<f64> = row
+            .iter()
+            .zip(&weight)
+            .map(|(v, w)| f64::from(*v) * f64::from(*w))
+            .collect();
+        let (cos, sin) = rows[i % kv_len].split_at(pairs);
+        for j in 0..HEAD_DIM / 2 {
+            let (a, b) = (weighted[j], weighted[j + HEAD_DIM / 2]);
+            let (cos, sin) = match j < pairs {
+                true => (f64::from(cos[j]), f64::from(sin[j])),
+                false => (1.0, 0.0),
+            };
+            row[j] = (a * cos - b * sin) as f32;
+            row[j + HEAD_DIM / 2] = (b * cos + a * sin) as f32;
+        }
+    });
+    Tensor::from_vec(k, v.shape(), &Device::Cpu)
 }
 
 /// Causal attention as its definition reads, in f64 over the stored values.

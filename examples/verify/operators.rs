@@ -1,10 +1,11 @@
 //! Gate 3: every route of the device against the baseline route and against softmax in f64.
 
-use crate::measure::{inputs, oracle, values, Agreement, Bounds, Geometry};
+use crate::measure::{inputs, oracle, rebuilt, rotary_keys, values, Agreement, Bounds, Geometry};
 use crate::receipt::{Report, Settings};
-use crate::routes::Arm;
+use crate::routes::{Arm, Inputs};
 use crate::Progress;
 use candle::{DType, Device, Result};
+use gem::attention::RotaryKeys;
 use serde::{Deserialize, Serialize};
 
 const Q_HEADS: usize = 32;
@@ -99,29 +100,37 @@ pub fn run(settings: &Settings, device: &Device, progress: &Progress) -> Result<
                 shape.1,
                 dtype.as_str()
             ));
-            let made = inputs(settings.seed + 3, geometry(shape), dtype)?;
-            let want = oracle(&made)?;
-            let [q, k, v] = made;
-            let qkv = [
-                q.to_device(device)?,
-                k.to_device(device)?,
-                v.to_device(device)?,
-            ];
-            let mut baseline = None;
-            for arm in arms.iter().filter(|arm| arm.serves(geometry(shape))) {
-                let (got, again) = (arm.run(&qkv)?, arm.run(&qkv)?);
-                let baseline = match &baseline {
-                    Some(baseline) => baseline,
-                    None => baseline.insert(values(&got)?),
+            let [q, k, v] = inputs(settings.seed + 3, geometry(shape), dtype)?;
+            for shares_kv in [false, true] {
+                let (k, keys) = match shares_kv {
+                    false => (k.clone(), None),
+                    true => {
+                        let keys = rotary_keys(settings.seed + 6, shape.1)?;
+                        (rebuilt(&v, &keys)?, Some(keys))
+                    }
                 };
-                cases.push(Case {
-                    dtype: dtype.as_str().to_string(),
-                    q_len: shape.0,
-                    kv_len: shape.1,
-                    arm: arm.name(),
-                    to_oracle: Agreement::new(&got, &again, &want)?,
-                    to_baseline: Agreement::new(&got, &again, baseline)?,
-                });
+                let want = oracle(&[q.clone(), k.clone(), v.clone()])?;
+                let inputs = Inputs {
+                    q: q.to_device(device)?,
+                    // The baseline reads stored keys, in the type of the values.
+                    k: k.to_dtype(dtype)?.to_device(device)?,
+                    v: v.to_device(device)?,
+                    keys: keys.map(|keys| on(&keys, device)).transpose()?,
+                };
+                let baseline = values(&arms[0].run(&inputs)?)?;
+                let serving =
+                    |arm: &&Arm| arm.shares_kv() == shares_kv && arm.serves(geometry(shape));
+                for arm in arms.iter().filter(serving) {
+                    let (got, again) = (arm.run(&inputs)?, arm.run(&inputs)?);
+                    cases.push(Case {
+                        dtype: dtype.as_str().to_string(),
+                        q_len: shape.0,
+                        kv_len: shape.1,
+                        arm: arm.name(),
+                        to_oracle: Agreement::new(&got, &again, &want)?,
+                        to_baseline: Agreement::new(&got, &again, &baseline)?,
+                    });
+                }
             }
         }
     }
@@ -135,6 +144,14 @@ pub fn run(settings: &Settings, device: &Device, progress: &Progress) -> Result<
     })
 }
 
+/// The same keys on another device.
+fn on(keys: &RotaryKeys, device: &Device) -> Result<RotaryKeys> {
+    RotaryKeys::new(
+        &keys.weight().to_device(device)?,
+        &keys.tables().to_device(device)?,
+    )
+}
+
 impl Report for Operators {
     const GATE: &'static str = "operators";
 
@@ -144,12 +161,13 @@ impl Report for Operators {
             refusals.push(format!("measured {} on {} heads within {:?}, want {Q_HEADS} on {KV_HEADS} within {BOUNDS:?}", self.q_heads, self.kv_heads, self.bounds));
         }
         let least = match settings.device.as_str() {
-            "cpu" => vec!["reference", "fused-portable"],
+            "cpu" => vec!["reference", "fused-portable", "shared-kv-portable"],
             _ => vec![
                 "staged",
                 "fused-tile4-heads1-staged",
                 "fused-tile4-heads1-direct",
                 "matrix",
+                "shared-kv-tile4-heads1-staged",
             ],
         };
         for arm in least {

@@ -1,21 +1,25 @@
 //! Gate 2: what the kernels of each route take, and on a GPU whether its own pipelines can be launched with it.
 
+use crate::measure::rotary_keys;
 use crate::receipt::{Report, Settings};
-use crate::routes::{gpu_routes, route_name};
+use crate::routes::{gpu_arms, Arm};
 use crate::Progress;
 use anyhow::Result;
 use candle::{DType, Device, Tensor};
-use gem::attention::gpu::{self, Route};
+use gem::attention::gpu;
 use gem::attention::plan::Partitions;
 use gem::attention::{AttentionGeometry, CpuKernel, HEAD_DIM};
 use gem::backend::plan::Plan;
 use gem::backend::receipt::PipelineReceipt;
+use gem::projection::geometry::{MatrixView, ProjectionGeometry};
+use gem::projection::gpu as projection;
 use serde::{Deserialize, Serialize};
 
 /// A production decode.
 const KV_LEN: usize = 8192;
 const Q_HEADS: usize = 32;
 const KV_HEADS: usize = 4;
+const HIDDEN: usize = 5376;
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 const MOST_THREADS: u32 = 1024;
@@ -33,7 +37,7 @@ pub struct Resources {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Planned {
-    route: String,
+    task: String,
     dtype: String,
     digest: String,
     scratch_bytes: Vec<u64>,
@@ -51,22 +55,85 @@ struct PlannedPass {
     threadgroup_bytes: u32,
 }
 
+/// Something that a GPU would be asked to do.
+#[derive(Debug, Clone, Copy)]
+enum Task {
+    Attention(Arm),
+    /// q and k of a full layer in one product, for so many tokens.
+    Projection(usize),
+}
+
+fn tasks() -> Vec<Task> {
+    let projections = [1, 512].map(Task::Projection);
+    let attention = gpu_arms().into_iter().map(Task::Attention);
+    attention.chain(projections).collect()
+}
+
+impl Task {
+    fn name(self) -> String {
+        match self {
+            Self::Attention(arm) => arm.name(),
+            Self::Projection(tokens) => format!("projection-{tokens}"),
+        }
+    }
+
+    /// Made from shapes alone, so the same on every machine.
+    fn plan(self, dtype: DType) -> candle::Result<Plan> {
+        let arm = match self {
+            Self::Attention(arm) => arm,
+            Self::Projection(tokens) => return projection::plan(&projected(tokens, dtype), None),
+        };
+        let made = |heads, len| Tensor::zeros((1, heads, len, HEAD_DIM), dtype, &Device::Cpu);
+        // Strides of 0 would do, but not every kernel is launched the same way on them.
+        let (q, kv) = (made(Q_HEADS, 1)?, made(KV_HEADS, KV_LEN)?);
+        let geometry = AttentionGeometry::new("verify", &q, &kv, &kv, true)?;
+        let count = Partitions::default_count(KV_LEN, geometry.rows_per_kv_head());
+        let partitions = Partitions::new(KV_LEN, count)?;
+        match arm {
+            Arm::Gpu(route) => gpu::plan(&geometry, &partitions, 1.0, route),
+            Arm::SharedKvGpu(route) => {
+                let geometry = AttentionGeometry::new_shared_kv("verify", &q, &kv, true)?;
+                let keys = rotary_keys(0, KV_LEN)?;
+                gpu::plan_shared_kv(&geometry, &keys, &partitions, 1.0, route)
+            }
+            _ => candle::bail!("{} is no route of a GPU", arm.name()),
+        }
+    }
+}
+
+fn projected(tokens: usize, dtype: DType) -> ProjectionGeometry {
+    let n = (Q_HEADS + KV_HEADS) * HEAD_DIM;
+    let view = |rows: usize| MatrixView {
+        dtype,
+        start: 0,
+        row_stride: HIDDEN as u64,
+        end: (rows * HIDDEN) as u64,
+    };
+    ProjectionGeometry {
+        m: tokens,
+        k: HIDDEN,
+        n,
+        x: view(tokens),
+        w: view(n),
+    }
+}
+
 pub fn steps() -> u64 {
-    (gpu_routes().len() * DTYPES.len()) as u64
+    (tasks().len() * DTYPES.len()) as u64
 }
 
 pub fn run(device: &Device, progress: &Progress) -> Result<Resources> {
     let mut plans = Vec::new();
     for dtype in DTYPES {
-        for route in gpu_routes() {
+        for task in tasks() {
             progress.step(format!(
                 "resources of {} in {}",
-                route_name(route),
+                task.name(),
                 dtype.as_str()
             ));
-            let plan = plan(route, dtype)?;
+            let plan = task.plan(dtype)?;
             plans.push(Planned {
-                route: route_name(route),
+                task: task.name(),
                 dtype: dtype.as_str().to_string(),
                 digest: plan.digest(),
                 scratch_bytes: plan.scratch.clone(),
@@ -79,16 +146,6 @@ pub fn run(device: &Device, progress: &Progress) -> Result<Resources> {
         cpu_kernel: format!("{:?}", CpuKernel::best()),
         plans,
     })
-}
-
-/// Made from shapes alone, so the same on every machine.
-fn plan(route: Route, dtype: DType) -> candle::Result<Plan> {
-    let made = |heads, len| Tensor::zeros((1, heads, len, HEAD_DIM), dtype, &Device::Cpu);
-    // Strides of 0 would do, but not every kernel is launched the same way on them.
-    let (q, kv) = (made(Q_HEADS, 1)?, made(KV_HEADS, KV_LEN)?);
-    let geometry = AttentionGeometry::new("verify", &q, &kv, &kv, true)?;
-    let count = Partitions::default_count(KV_LEN, geometry.rows_per_kv_head());
-    gpu::plan(&geometry, &Partitions::new(KV_LEN, count)?, 1.0, route)
 }
 
 fn passes(plan: &Plan) -> Vec<PlannedPass> {
@@ -120,12 +177,12 @@ impl Report for Resources {
         let mut refusals = Vec::new();
         let mut planned = self.plans.iter();
         for dtype in DTYPES {
-            for route in gpu_routes() {
-                let name = format!("{} in {}", route_name(route), dtype.as_str());
+            for task in tasks() {
+                let name = format!("{} in {}", task.name(), dtype.as_str());
                 let found = planned
                     .next()
-                    .filter(|p| p.route == route_name(route) && p.dtype == dtype.as_str());
-                match (found, plan(route, dtype)) {
+                    .filter(|p| p.task == task.name() && p.dtype == dtype.as_str());
+                match (found, task.plan(dtype)) {
                     (None, _) => refusals.push(format!("{name} was not planned")),
                     (_, Err(e)) => refusals.push(format!("{name} has no plan: {e}")),
                     (Some(found), Ok(plan)) => refusals.extend(
@@ -137,7 +194,7 @@ impl Report for Resources {
             }
         }
         if planned.next().is_some() {
-            refusals.push("more was planned than there are routes".to_string());
+            refusals.push("more was planned than there are tasks".to_string());
         }
         refusals
     }

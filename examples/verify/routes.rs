@@ -1,11 +1,11 @@
 //! The ways to compute attention on a device, the first of which is what the others are compared with.
 
 use crate::measure::{Geometry, SCALE};
-use candle::{Device, Result, Tensor};
+use candle::{bail, Device, Result, Tensor};
 use gem::attention::gpu::{Route, Tiling};
 use gem::attention::plan::Partitions;
 use gem::attention::reference::{self, Visible};
-use gem::attention::CpuKernel;
+use gem::attention::{CpuKernel, RotaryKeys};
 use gem::AttentionD512;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -14,10 +14,22 @@ pub enum Arm {
     Reference,
     Cpu(CpuKernel),
     Gpu(Route),
+    /// Keys rebuilt from values.
+    SharedKvCpu(CpuKernel),
+    SharedKvGpu(Route),
 }
 
-/// Every route of a GPU: the unfused baseline first.
-pub fn gpu_routes() -> Vec<Route> {
+/// What an arm attends to, on its device.
+pub struct Inputs {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    /// From which `k` follows, where arms are to rebuild it.
+    pub keys: Option<RotaryKeys>,
+}
+
+/// Every route of a GPU, the unfused baseline first, then those that can rebuild keys.
+pub fn gpu_arms() -> Vec<Arm> {
     let fused = |tokens, heads, stage| {
         Route::Fused(Tiling {
             tokens,
@@ -25,7 +37,7 @@ pub fn gpu_routes() -> Vec<Route> {
             stage,
         })
     };
-    vec![
+    let routes = [
         Route::Staged,
         fused(4, 1, true),
         fused(4, 1, false),
@@ -34,10 +46,15 @@ pub fn gpu_routes() -> Vec<Route> {
         fused(4, 2, true),
         fused(4, 2, false),
         Route::Matrix,
-    ]
+    ];
+    let shared = routes
+        .into_iter()
+        .filter(|route| matches!(route, Route::Fused(_)));
+    let all = routes.into_iter().map(Arm::Gpu);
+    all.chain(shared.map(Arm::SharedKvGpu)).collect()
 }
 
-pub fn route_name(route: Route) -> String {
+fn route_name(route: Route) -> String {
     match route {
         Route::Staged => "staged".to_string(),
         Route::Matrix => "matrix".to_string(),
@@ -59,10 +76,11 @@ impl Arm {
             Device::Cpu => {
                 let kernels = CpuKernel::ALL.into_iter().filter(|k| k.is_available());
                 std::iter::once(Self::Reference)
-                    .chain(kernels.map(Self::Cpu))
+                    .chain(kernels.clone().map(Self::Cpu))
+                    .chain(kernels.map(Self::SharedKvCpu))
                     .collect()
             }
-            _ => gpu_routes().into_iter().map(Self::Gpu).collect(),
+            _ => gpu_arms(),
         }
     }
 
@@ -71,7 +89,14 @@ impl Arm {
             Self::Reference => "reference".to_string(),
             Self::Cpu(kernel) => format!("fused-{kernel:?}").to_lowercase(),
             Self::Gpu(route) => route_name(route),
+            Self::SharedKvCpu(kernel) => format!("shared-kv-{kernel:?}").to_lowercase(),
+            Self::SharedKvGpu(route) => route_name(route).replace("fused", "shared-kv"),
         }
+    }
+
+    /// Whether it rebuilds keys.
+    pub fn shares_kv(self) -> bool {
+        matches!(self, Self::SharedKvCpu(_) | Self::SharedKvGpu(_))
     }
 
     /// Whether it serves such a shape; the matrix route wants whole blocks of 8 keys and rows that see every key.
@@ -81,9 +106,15 @@ impl Arm {
         self != Self::Gpu(Route::Matrix) || (g.q_len == 1 && g.kv_len.div_ceil(partitions) >= 8)
     }
 
-    pub fn run(self, [q, k, v]: &[Tensor; 3]) -> Result<Tensor> {
+    pub fn run(self, Inputs { q, k, v, keys }: &Inputs) -> Result<Tensor> {
         let op = AttentionD512::new(SCALE);
+        let shared_kv = |op: AttentionD512| match keys {
+            Some(keys) => op.forward_shared_kv(q, v, keys),
+            None => bail!("{}: there are no keys to rebuild", self.name()),
+        };
         match self {
+            Self::SharedKvCpu(kernel) => shared_kv(op.cpu_kernel(kernel)),
+            Self::SharedKvGpu(route) => shared_kv(op.route(route)),
             Self::Cpu(kernel) => op.cpu_kernel(kernel).forward(q, k, v),
             Self::Gpu(route) => op.route(route).forward(q, k, v),
             Self::Reference => {
