@@ -38,7 +38,7 @@ fn main() -> Result<ExitCode> {
         None => DType::BF16,
     };
     let source = Source::open(&args)?;
-    let setting = setting(&args, &source, &device, dtype);
+    let mut setting = setting(&args, &source, &device, dtype);
     let bar = ProgressBar::new_spinner();
     bar.set_style(ProgressStyle::with_template("{spinner} {msg}, {elapsed}")?);
     bar.enable_steady_tick(Duration::from_millis(200));
@@ -46,6 +46,7 @@ fn main() -> Result<ExitCode> {
     let rows = match args.op {
         Some(args::Op::Attention) => {
             let heads = op::Heads::of(source.config())?;
+            setting.model = heads.to_string();
             op::run(&args, heads, dtype, &device, &progress)?
         }
         None => {

@@ -24,6 +24,12 @@ pub struct Heads {
     pub kv: usize,
 }
 
+impl std::fmt::Display for Heads {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "{} query heads on {} KV heads", self.q, self.kv)
+    }
+}
+
 impl Heads {
     pub fn of(config: &Config) -> Result<Self> {
         let Some(layer) = config

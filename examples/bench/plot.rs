@@ -2,6 +2,7 @@
 
 use crate::measure::Row;
 use anyhow::{Context, Result};
+use plotters::coord::ranged1d::{Ranged, ValueFormatter};
 use plotters::prelude::*;
 use std::path::Path;
 
@@ -38,11 +39,24 @@ pub fn draw(path: &Path, title: &str, rows: &[Row]) -> Result<()> {
     root.present().with_context(|| path.display().to_string())
 }
 
-/// The lowest and highest value, with room on both sides; a lone value gets some, too.
-fn range(values: impl Iterator<Item = f64> + Clone) -> std::ops::Range<f64> {
-    let low = values.clone().fold(f64::INFINITY, f64::min);
-    let high = values.fold(f64::NEG_INFINITY, f64::max);
-    low / 1.3..high * 1.3
+/// One axis: logarithmic over more than a decade, else from 0 on, so that there are always marks to read it by.
+struct Axis {
+    range: std::ops::Range<f64>,
+    logarithmic: bool,
+}
+
+impl Axis {
+    fn of(values: impl Iterator<Item = f64> + Clone) -> Self {
+        let low = values.clone().fold(f64::INFINITY, f64::min);
+        let high = values.fold(f64::NEG_INFINITY, f64::max);
+        let logarithmic = low > 0.0 && high / low > 10.0;
+        let range = match logarithmic {
+            true => low / 1.3..high * 1.3,
+            // A lone 0 gets some room, too.
+            false => 0.0..(high * 1.15).max(1.0),
+        };
+        Self { range, logarithmic }
+    }
 }
 
 fn chart<'a, D: DrawingBackend<ErrorType: 'static> + 'a>(
@@ -50,25 +64,50 @@ fn chart<'a, D: DrawingBackend<ErrorType: 'static> + 'a>(
     title: &str,
     rows: &[&Row],
 ) -> Result<()> {
-    // A logarithm wants something above 0.
-    let x = |row: &Row| row.context.max(1) as f64;
-    let (xs, ys) = (
-        range(rows.iter().map(|row| x(row))),
-        range(rows.iter().map(|row| row.median_ms())),
-    );
-    let mut chart = ChartBuilder::on(area)
+    let x = Axis::of(rows.iter().map(|row| row.context as f64));
+    let y = Axis::of(rows.iter().map(|row| row.median_ms()));
+    let mut builder = ChartBuilder::on(area);
+    builder
         .caption(title, ("sans-serif", 17))
         .margin(12)
         .margin_right(24)
         .x_label_area_size(40)
-        .y_label_area_size(64)
-        .build_cartesian_2d(xs.log_scale(), ys.log_scale())?;
+        .y_label_area_size(64);
+    match (x.logarithmic, y.logarithmic) {
+        (true, true) => lines(
+            builder.build_cartesian_2d(x.range.log_scale(), y.range.log_scale())?,
+            rows,
+        ),
+        (true, false) => lines(
+            builder.build_cartesian_2d(x.range.log_scale(), y.range)?,
+            rows,
+        ),
+        (false, true) => lines(
+            builder.build_cartesian_2d(x.range, y.range.log_scale())?,
+            rows,
+        ),
+        (false, false) => lines(builder.build_cartesian_2d(x.range, y.range)?, rows),
+    }
+}
+
+fn lines<'a, D, X, Y>(
+    mut chart: ChartContext<'a, D, Cartesian2d<X, Y>>,
+    rows: &[&Row],
+) -> Result<()>
+where
+    D: DrawingBackend<ErrorType: 'static> + 'a,
+    X: Ranged<ValueType = f64> + ValueFormatter<f64>,
+    Y: Ranged<ValueType = f64> + ValueFormatter<f64>,
+{
     chart
         .configure_mesh()
         .x_desc("tokens of context")
         .y_desc("milliseconds, median")
         .x_label_formatter(&|x| format!("{x:.0}"))
-        .y_label_formatter(&|y| format!("{y:.3}"))
+        .y_label_formatter(&|y| match *y >= 10.0 {
+            true => format!("{y:.0}"),
+            false => format!("{}", (y * 1000.0).round() / 1000.0),
+        })
         .light_line_style(BLACK.mix(0.06))
         .draw()?;
     for (i, arm) in distinct(rows.iter().map(|row| row.arm.as_str()))
@@ -79,7 +118,7 @@ fn chart<'a, D: DrawingBackend<ErrorType: 'static> + 'a>(
         let mut points: Vec<(f64, f64)> = rows
             .iter()
             .filter(|row| row.arm == arm)
-            .map(|row| (x(row), row.median_ms()))
+            .map(|row| (row.context as f64, row.median_ms()))
             .collect();
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
         chart
