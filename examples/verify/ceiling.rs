@@ -25,11 +25,11 @@ pub struct Ceiling {
     contexts: Vec<Context>,
 }
 
-#[derive(Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Context {
     tokens: usize,
-    /// Of one layer, plain ops: medians.
+    /// Of one layer, plain ops: the least of some runs.
     attention_ms: f64,
     scores_ms: f64,
     softmax_ms: f64,
@@ -53,27 +53,24 @@ pub fn steps(quick: bool) -> u64 {
     contexts(quick).len() as u64
 }
 
-pub fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    match sorted.len() {
-        0 => f64::NAN,
-        n => (sorted[(n - 1) / 2] + sorted[n / 2]) / 2.0,
-    }
+/// The least of what was measured. Times are subtracted that were not taken together, and what else a machine does only adds to
+/// them: the least are those that it added least to.
+pub fn least(seconds: &[f64]) -> f64 {
+    seconds.iter().copied().reduce(f64::min).unwrap_or(f64::NAN)
 }
 
-/// The middle of `RUNS` runs after one that warms up, in milliseconds.
+/// The least of `RUNS` runs after one that warms up, in milliseconds.
 fn timed(device: &Device, f: impl Fn() -> candle::Result<Tensor>) -> Result<f64> {
-    let mut ms = Vec::with_capacity(RUNS);
+    let mut seconds = Vec::with_capacity(RUNS);
     for run in 0..=RUNS {
         let start = Instant::now();
         std::hint::black_box(f()?);
         device.synchronize()?;
         if run > 0 {
-            ms.push(start.elapsed().as_secs_f64() * 1e3);
+            seconds.push(start.elapsed().as_secs_f64());
         }
     }
-    Ok(median(&ms))
+    Ok(least(&seconds) * 1e3)
 }
 
 pub fn run(
@@ -93,13 +90,16 @@ pub fn run(
     };
     let measured_at = models.boundary;
     let token_ms = models.reference_token_seconds() * 1e3;
-    let here = stages(config, layer, model, measured_at)?.attention_ms;
+    let here = stages(config, layer, model, measured_at)?;
     let mut measured = Vec::new();
     for &tokens in contexts(settings.quick) {
         progress.step(format!("stage times at {tokens} tokens"));
-        let mut context = stages(config, layer, model, tokens)?;
+        let mut context = match tokens == measured_at {
+            true => here.clone(),
+            false => stages(config, layer, model, tokens)?,
+        };
         let layers = full.len() as f64;
-        context.token_ms = token_ms + layers * (context.attention_ms - here);
+        context.token_ms = token_ms + layers * (context.attention_ms - here.attention_ms);
         context.share = layers * context.attention_ms / context.token_ms;
         context.cut_for_gain = GAIN / context.share;
         measured.push(context);

@@ -159,11 +159,11 @@ fn top(logits: &[f32]) -> Result<Vec<u32>> {
 }
 
 impl Models {
-    /// Seconds of a token on the reference path, the median over the steps.
+    /// Seconds of a token on the reference path, the least over the steps.
     pub fn reference_token_seconds(&self) -> f64 {
         self.paths
             .first()
-            .map_or(f64::NAN, |path| crate::ceiling::median(&path.token_seconds))
+            .map_or(f64::NAN, |path| crate::ceiling::least(&path.token_seconds))
     }
 }
 
