@@ -1,5 +1,6 @@
 //! Every integration test, in one binary: linking candle once keeps the suite quick to build.
 
+mod any_request;
 mod attention_edges;
 mod attention_faults;
 mod attention_memory;
@@ -12,6 +13,7 @@ mod attention_views;
 mod bench;
 mod cli;
 mod common;
+mod concurrency;
 mod config;
 #[path = "../../examples/bench/admit.rs"]
 mod example_admit;
