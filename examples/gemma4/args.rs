@@ -20,9 +20,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub prompt_file: Option<PathBuf>,
 
-    /// Make the prompt a user turn; control tokens in it stay plain text.
-    #[arg(long)]
-    pub chat: bool,
+    #[command(flatten)]
+    pub chat: ChatArgs,
 
     /// Attention path [default: fused, or reference in a build with --no-default-features].
     #[arg(long, value_name = "PATH", value_parser = parse_path)]
@@ -36,28 +35,8 @@ pub struct Args {
     #[arg(short = 'n', long, default_value_t = 512, value_parser = at_least_one)]
     pub sample_len: usize,
 
-    /// Sampling temperature; greedy if left out.
-    #[arg(long, value_parser = positive)]
-    pub temperature: Option<f64>,
-
-    /// Sample from the likeliest tokens that make up this probability.
-    #[arg(long, requires = "temperature", value_parser = probability)]
-    pub top_p: Option<f64>,
-
-    /// Sample from this many of the likeliest tokens.
-    #[arg(long, requires = "temperature", value_parser = at_least_one)]
-    pub top_k: Option<usize>,
-
-    #[arg(long, default_value_t = 299792458)]
-    pub seed: u64,
-
-    /// Penalty on tokens that were said before, 1 for none.
-    #[arg(long, default_value_t = 1.0, value_parser = positive)]
-    pub repeat_penalty: f64,
-
-    /// How many of the last tokens the penalty looks at.
-    #[arg(long, default_value_t = 64)]
-    pub repeat_last_n: usize,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
 
     #[command(flatten)]
     pub model: ModelFiles,
@@ -95,6 +74,62 @@ pub struct Args {
     pub list_devices: bool,
 }
 
+/// How a conversation is written and shown.
+#[derive(Debug, clap::Args)]
+pub struct ChatArgs {
+    /// Make the prompt a user turn, in which control tokens stay plain text; without a prompt, converse: a line is a turn,
+    /// /help lists the commands.
+    #[arg(long)]
+    pub chat: bool,
+
+    /// What the model is told before the conversation; @FILE reads it from a file.
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    pub system: Option<String>,
+
+    /// Let the model think before it answers.
+    #[arg(long, requires = "chat", overrides_with = "no_think")]
+    pub think: bool,
+
+    /// Don't [the default].
+    #[arg(long, requires = "chat", overrides_with = "think")]
+    pub no_think: bool,
+
+    /// Show the model's thoughts, on stderr.
+    #[arg(long)]
+    pub show_thoughts: bool,
+
+    /// Chat template in Jinja [default: the checkpoint's own, else the built-in form of Gemma 4].
+    #[arg(long, value_name = "FILE")]
+    pub chat_template: Option<PathBuf>,
+}
+
+/// How a token is chosen.
+#[derive(Debug, clap::Args)]
+pub struct SamplingArgs {
+    /// Sampling temperature; greedy if left out.
+    #[arg(long, value_parser = positive)]
+    pub temperature: Option<f64>,
+
+    /// Sample from the likeliest tokens that make up this probability.
+    #[arg(long, requires = "temperature", value_parser = probability)]
+    pub top_p: Option<f64>,
+
+    /// Sample from this many of the likeliest tokens.
+    #[arg(long, requires = "temperature", value_parser = at_least_one)]
+    pub top_k: Option<usize>,
+
+    #[arg(long, default_value_t = 299792458)]
+    pub seed: u64,
+
+    /// Penalty on tokens that were said before, 1 for none.
+    #[arg(long, default_value_t = 1.0, value_parser = positive)]
+    pub repeat_penalty: f64,
+
+    /// How many of the last tokens the penalty looks at.
+    #[arg(long, default_value_t = 64)]
+    pub repeat_last_n: usize,
+}
+
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum WeightType {
     F32,
@@ -113,6 +148,11 @@ impl From<WeightType> for candle::DType {
 }
 
 impl Args {
+    /// Whether turns come from a person as the program runs.
+    pub fn converses(&self) -> bool {
+        self.chat.chat && self.prompt.is_none() && self.prompt_file.is_none() && !self.ab
+    }
+
     /// Whether stdout is for the report alone.
     pub fn json_replaces_text(&self) -> bool {
         self.json.as_deref() == Some("-".as_ref())

@@ -37,6 +37,12 @@ pub struct Checkpoint {
     )]
     pub stop: StopTokens,
     pub weights: Weights,
+    #[allow(
+        dead_code,
+        reason = "examples that share this file do not all hold a chat"
+    )]
+    /// Where the files beside the weights are.
+    pub folder: PathBuf,
 }
 
 impl Checkpoint {
@@ -80,6 +86,7 @@ impl Checkpoint {
             tokenizer,
             stop,
             weights,
+            folder,
         })
     }
 }

@@ -2,11 +2,15 @@
 
 mod ab;
 mod args;
+mod chat;
 mod checkpoint;
+mod converse;
+mod interrupt;
 mod memory;
-mod prompt;
+mod planned;
 mod report;
 mod run;
+mod session;
 mod source;
 mod stream;
 
@@ -14,11 +18,14 @@ use anyhow::{bail, Context, Result};
 use args::Args;
 use candle::utils::{cuda_is_available, metal_is_available};
 use candle::{DType, Device};
+use chat::{Conversation, Encoder, Form, Piece, Role, Template};
 use checkpoint::Checkpoint;
 use clap::Parser;
-use gem::models::gemma4::{AttentionPath, Cache, Model};
-use memory::human;
+use gem::models::gemma4::Model;
+use session::Session;
+use source::Prompt;
 use std::io::Write;
+use std::path::Path;
 use std::time::Instant;
 
 fn main() -> Result<()> {
@@ -32,18 +39,50 @@ fn main() -> Result<()> {
 }
 
 fn run(args: &Args, device: &Device) -> Result<()> {
-    let prompt = source::read(args)?;
+    let converses = args.converses();
+    if converses && args.json.is_some() {
+        bail!("--json reports on one answer: want --prompt or --prompt-file beside it");
+    }
+    let prompt = match converses {
+        true => None,
+        false => Some(source::read(args)?),
+    };
+    let mut conversation = Conversation {
+        think: args.chat.think,
+        system: args
+            .chat
+            .system
+            .as_deref()
+            .map(source::system)
+            .transpose()?,
+        ..Default::default()
+    };
     let Checkpoint {
         config,
-        mut tokenizer,
-        stop,
+        tokenizer,
+        mut stop,
         weights,
+        folder,
     } = Checkpoint::open(&args.model)?;
-    let ids = prompt.encode(&mut tokenizer, config.bos_token_id)?;
-    let stop = prompt
-        .stop(&tokenizer)
-        .into_iter()
-        .fold(stop, |stop, id| stop.with(id));
+    let encoder = Encoder::new(tokenizer);
+    let bos = config.bos_token_id;
+    let form = match prompt {
+        Some(Prompt::Raw(_)) => None,
+        _ => Some(form(args, &folder, bos)?),
+    };
+    if let Some(form) = &form {
+        for id in form.end_of_turn(&encoder)? {
+            stop = stop.with(id);
+        }
+    }
+    let ids = match (prompt, &form) {
+        (Some(Prompt::User(text)), Some(form)) => {
+            conversation.push(Role::User, &text);
+            form.prompt(&conversation, &encoder)?
+        }
+        (Some(Prompt::Raw(text)), _) => encoder.encode(&[Piece::Template(text)], bos)?,
+        _ => vec![],
+    };
     let dtype = match args.dtype {
         Some(dtype) => dtype.into(),
         None if device.is_cpu() => DType::F32,
@@ -70,32 +109,7 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         .transpose()?;
     let shapes = config.tensor_shapes();
     if !args.quiet {
-        let elements: usize = shapes
-            .iter()
-            .map(|(_, shape)| shape.iter().product::<usize>())
-            .sum();
-        // A comparison holds the caches of every path at once.
-        let paths = match args.ab {
-            true => AttentionPath::available(&config, dtype, device),
-            false => vec![path],
-        };
-        let (mut sliding, mut full, mut tables) = (0, 0, 0);
-        for path in paths {
-            let bytes = Cache::planned_bytes(&config, path, context, dtype);
-            (sliding, full) = (sliding + bytes.0, full + bytes.1);
-            tables += Cache::planned_table_bytes(&config, path, context);
-        }
-        let tables = match tables {
-            0 => String::new(),
-            bytes => format!(", rotary tables {}", human(bytes as u64)),
-        };
-        eprintln!(
-            "planned memory: weights {}, caches {} ({} of it in full layers){tables} for {} tokens, {dtype:?}",
-            human((elements * dtype.size_in_bytes()) as u64),
-            human((sliding + full) as u64),
-            human(full as u64),
-            context
-        );
+        planned::say(args, &config, path, context, dtype, device);
     }
     let start = Instant::now();
     let model = Model::new(&config, weights.var_builder(dtype, device))?;
@@ -116,7 +130,12 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         }
         return Ok(());
     }
-    let run = run::run(&model, &tokenizer, &ids, &stop, path, args)?;
+    if let (true, Some(form)) = (converses, &form) {
+        let cache = run::new_cache(&model, path, args, &[])?;
+        let mut session = Session::new(conversation, &model, cache, &encoder, form, &stop, args);
+        return converse::converse(&mut session);
+    }
+    let run = run::run(&model, encoder.tokenizer(), &ids, &stop, path, args)?;
     if let Some(report) = report {
         report.write(&report::run_json(&model, &run))?;
     }
@@ -124,6 +143,22 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         report::print(&run);
     }
     Ok(())
+}
+
+/// The template that `args` or the checkpoint gives, else the built-in one, which is told.
+fn form(args: &Args, folder: &Path, bos: u32) -> Result<Form> {
+    let given = args.chat.chat_template.as_deref().map(Template::from_file);
+    let found = match given {
+        Some(template) => Some(template?),
+        None => Template::of_checkpoint(folder)?,
+    };
+    let template = found.unwrap_or_else(|| {
+        if !args.quiet {
+            eprintln!("no chat template beside the weights: the built-in form of Gemma 4 is used");
+        }
+        Template::built_in()
+    });
+    Ok(Form { template, bos })
 }
 
 fn device(args: &Args) -> Result<Device> {

@@ -1,7 +1,7 @@
 //! One prompt on one attention path: prefill, then the answer token by token.
 
-use crate::args::Args;
-use crate::stream::TextStream;
+use crate::args::{Args, SamplingArgs};
+use crate::stream::AnswerStream;
 use anyhow::Result;
 use candle::Tensor;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
@@ -43,13 +43,14 @@ pub fn planned_context(args: &Args, prompt_len: usize) -> usize {
     prompt_len + args.sample_len.min(1024)
 }
 
-/// Feeds the prompt in chunks; logits `(vocab)` of its last token, and the seconds it took.
+/// Feeds the prompt in chunks; logits `(vocab)` of its last token, `None` if `interrupted` said so between two chunks.
 pub fn prefill(
     model: &Model,
     cache: &mut Cache,
     prompt: &[u32],
     args: &Args,
-) -> Result<(Tensor, f64)> {
+    interrupted: fn() -> bool,
+) -> Result<Option<Tensor>> {
     let bar = match args.quiet {
         true => ProgressBar::hidden(),
         false => ProgressBar::new(prompt.len() as u64),
@@ -57,15 +58,20 @@ pub fn prefill(
     let style =
         ProgressStyle::with_template("reading the prompt {bar:40} {pos}/{len} tokens, {eta} left")?;
     bar.set_style(style);
-    let start = Instant::now();
     let mut logits = None;
     for chunk in prompt.chunks(args.prefill_chunk) {
+        if interrupted() {
+            bar.finish_and_clear();
+            return Ok(None);
+        }
         logits = Some(feed(model, cache, chunk)?);
         bar.inc(chunk.len() as u64);
     }
     bar.finish_and_clear();
-    let logits = logits.ok_or_else(|| anyhow::anyhow!("the prompt has no tokens"))?;
-    Ok((logits, start.elapsed().as_secs_f64()))
+    match logits {
+        Some(logits) => Ok(Some(logits)),
+        None => anyhow::bail!("the prompt has no tokens"),
+    }
 }
 
 /// Logits `(vocab)` after `tokens`.
@@ -86,52 +92,86 @@ pub fn run(
     args: &Args,
 ) -> Result<Run> {
     let mut cache = new_cache(model, path, args, prompt)?;
-    let (logits, prompt_seconds) = prefill(model, &mut cache, prompt, args)?;
-    let room = cache.max_context() - cache.len();
-    let mut sampler = LogitsProcessor::from_sampling(args.seed, sampling(args));
-    let out: Box<dyn Write> = match args.json_replaces_text() {
-        true => Box::new(std::io::sink()),
-        false => Box::new(std::io::stdout()),
-    };
-    let mut stream = TextStream::new(tokenizer, out);
-    let said = RefCell::new(prompt.to_vec());
     let start = Instant::now();
-    let finish = generate(
+    let logits = prefill(model, &mut cache, prompt, args, || false)?
+        .ok_or_else(|| anyhow::anyhow!("interrupted"))?;
+    let prompt_seconds = start.elapsed().as_secs_f64();
+    let mut stream = AnswerStream::new(tokenizer, out(args), args.chat.show_thoughts);
+    let mut sampler = sampler(args);
+    let mut said = prompt.to_vec();
+    let start = Instant::now();
+    let finish = answer(
+        model,
+        &mut cache,
         logits,
-        args.sample_len,
-        room,
+        &mut said,
         stop,
-        |logits| {
-            let said = said.borrow();
-            let recent = &said[said.len().saturating_sub(args.repeat_last_n)..];
-            match args.repeat_penalty {
-                1.0 => sampler.sample(logits),
-                penalty => sampler.sample(&apply_repeat_penalty(logits, penalty as f32, recent)?),
-            }
-        },
-        |id| {
-            said.borrow_mut().push(id);
-            stream.push(id)
-        },
-        |id| feed(model, &mut cache, &[id]),
+        &mut sampler,
+        args,
+        |id| stream.push(id),
     )?;
     let generated_seconds = start.elapsed().as_secs_f64();
-    let text = stream.finish()?;
-    let generated = said.into_inner().split_off(prompt.len());
     Ok(Run {
         path,
         prompt_tokens: prompt.len(),
         prompt_seconds,
-        generated,
+        generated: said.split_off(prompt.len()),
         generated_seconds,
-        text,
+        text: stream.finish()?,
         finish,
         cache_bytes: cache.bytes(),
         table_bytes: cache.table_bytes(),
     })
 }
 
-fn sampling(args: &Args) -> Sampling {
+/// Where the text goes.
+pub fn out(args: &Args) -> Box<dyn Write> {
+    match args.json_replaces_text() {
+        true => Box::new(std::io::sink()),
+        false => Box::new(std::io::stdout()),
+    }
+}
+
+pub fn sampler(args: &Args) -> LogitsProcessor {
+    LogitsProcessor::from_sampling(args.sampling.seed, sampling(&args.sampling))
+}
+
+/// Continues `said`, whose tokens `cache` holds, token by token; `said` grows by the answer.
+#[allow(clippy::too_many_arguments, reason = "what an answer needs")]
+pub fn answer(
+    model: &Model,
+    cache: &mut Cache,
+    logits: Tensor,
+    said: &mut Vec<u32>,
+    stop: &StopTokens,
+    sampler: &mut LogitsProcessor,
+    args: &Args,
+    mut emit: impl FnMut(u32) -> candle::Result<()>,
+) -> candle::Result<Finish> {
+    let room = cache.max_context() - cache.len();
+    let said = RefCell::new(said);
+    generate(
+        logits,
+        args.sample_len,
+        room,
+        stop,
+        |logits| {
+            let said = said.borrow();
+            let recent = &said[said.len().saturating_sub(args.sampling.repeat_last_n)..];
+            match args.sampling.repeat_penalty {
+                1.0 => sampler.sample(logits),
+                penalty => sampler.sample(&apply_repeat_penalty(logits, penalty as f32, recent)?),
+            }
+        },
+        |id| {
+            said.borrow_mut().push(id);
+            emit(id)
+        },
+        |id| feed(model, cache, &[id]),
+    )
+}
+
+fn sampling(args: &SamplingArgs) -> Sampling {
     match (args.temperature, args.top_k, args.top_p) {
         (None, _, _) => Sampling::ArgMax,
         (Some(temperature), None, None) => Sampling::All { temperature },

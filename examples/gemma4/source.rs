@@ -1,7 +1,6 @@
 //! Where the prompt comes from.
 
 use crate::args::Args;
-use crate::prompt::Prompt;
 use anyhow::{bail, Context, Result};
 use std::io::Read;
 use std::path::Path;
@@ -9,6 +8,13 @@ use std::path::Path;
 /// A text that hides three secret words, for the model of this repository.
 const DEMO: &str = include_str!("../../assets/tiny-gemma4/demo.txt");
 const DEMO_QUESTION: &str = "What are the secret words?";
+
+pub enum Prompt {
+    /// Text to continue; control tokens in it count.
+    Raw(String),
+    /// The content of a user turn; control tokens in it are plain text.
+    User(String),
+}
 
 pub fn read(args: &Args) -> Result<Prompt> {
     let text = match (&args.prompt, &args.prompt_file) {
@@ -28,9 +34,17 @@ pub fn read(args: &Args) -> Result<Prompt> {
         }
         (None, None) => return Ok(Prompt::User(format!("{DEMO}\n{DEMO_QUESTION}"))),
     };
-    Ok(if args.chat {
+    Ok(if args.chat.chat {
         Prompt::User(text)
     } else {
         Prompt::Raw(text)
     })
+}
+
+/// `--system`: the text itself, or after an @ the file that holds it.
+pub fn system(given: &str) -> Result<String> {
+    match given.strip_prefix('@') {
+        Some(path) => std::fs::read_to_string(path).with_context(|| path.to_string()),
+        None => Ok(given.to_string()),
+    }
 }

@@ -1,7 +1,7 @@
 //! Tokens to text as they come; nothing of the text is lost to a character that never gets complete.
 
 use candle::{Error, Result};
-use std::io::Write;
+use std::io::{Stderr, Write};
 use tokenizers::{
     DecodeStream, DecoderWrapper, ModelWrapper, NormalizerWrapper, PostProcessorWrapper,
     PreTokenizerWrapper, Tokenizer,
@@ -59,6 +59,66 @@ impl<'a, W: Write> TextStream<'a, W> {
         self.out.flush()?;
         self.text += text;
         Ok(())
+    }
+}
+
+/// An answer as it comes, without the thoughts before it.
+pub struct AnswerStream<'a, W> {
+    tokenizer: &'a Tokenizer,
+    answer: TextStream<'a, W>,
+    /// The tokens that open and close thoughts, if the tokenizer has them.
+    channel: Option<(u32, u32)>,
+    thinking: bool,
+    thought: Option<TextStream<'a, Stderr>>,
+    show_thoughts: bool,
+}
+
+impl<'a, W: Write> AnswerStream<'a, W> {
+    pub fn new(tokenizer: &'a Tokenizer, out: W, show_thoughts: bool) -> Self {
+        let id = |token| tokenizer.token_to_id(token);
+        Self {
+            tokenizer,
+            answer: TextStream::new(tokenizer, out),
+            channel: id("<|channel>").zip(id("<channel|>")),
+            thinking: false,
+            thought: None,
+            show_thoughts,
+        }
+    }
+
+    pub fn push(&mut self, id: u32) -> Result<()> {
+        match self.channel {
+            Some((open, _)) if id == open => {
+                self.thinking = true;
+                self.end_thought()?;
+                if self.show_thoughts {
+                    self.thought = Some(TextStream::new(self.tokenizer, std::io::stderr()));
+                }
+                Ok(())
+            }
+            Some((_, close)) if id == close => {
+                self.thinking = false;
+                self.end_thought()
+            }
+            _ => match &mut self.thought {
+                Some(thought) => thought.push(id),
+                None if self.thinking => Ok(()),
+                None => self.answer.push(id),
+            },
+        }
+    }
+
+    /// Prints what is left and returns the whole answer.
+    pub fn finish(mut self) -> Result<String> {
+        self.end_thought()?;
+        self.answer.finish()
+    }
+
+    fn end_thought(&mut self) -> Result<()> {
+        match self.thought.take() {
+            Some(thought) => thought.finish().map(drop),
+            None => Ok(()),
+        }
     }
 }
 

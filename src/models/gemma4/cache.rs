@@ -20,6 +20,15 @@ pub struct Cache {
     tables: Vec<RotaryTables>,
     /// Positions that tables should reach to when they are made.
     reserve: usize,
+    mark: Option<Mark>,
+}
+
+/// What the layers that forget held at an earlier length.
+#[derive(Debug)]
+struct Mark {
+    len: usize,
+    /// `None` for full layers, which still hold every token up to `len`.
+    rings: Vec<Option<LayerCache>>,
 }
 
 impl Cache {
@@ -40,6 +49,7 @@ impl Cache {
             layers,
             tables: Vec::new(),
             reserve: 0,
+            mark: None,
         }
     }
 
@@ -80,10 +90,15 @@ impl Cache {
         self.len == 0
     }
 
-    /// Bytes allocated now: `(sliding layers, full layers)`.
+    /// Bytes allocated now, for a [`mark`](Self::mark) too: `(sliding layers, full layers)`.
     pub fn bytes(&self) -> (usize, usize) {
+        let marked = self
+            .mark
+            .iter()
+            .flat_map(|mark| mark.rings.iter().flatten());
         self.layers
             .iter()
+            .chain(marked)
             .fold((0, 0), |(sliding, full), layer| match layer.kind() {
                 LayerKind::Sliding { .. } => (sliding + layer.bytes(), full),
                 LayerKind::Full => (sliding, full + layer.bytes()),
@@ -138,11 +153,48 @@ impl Cache {
     pub fn clear(&mut self) {
         self.layers.iter_mut().for_each(LayerCache::clear);
         self.tables.clear();
-        (self.len, self.reserve) = (0, 0);
+        (self.len, self.reserve, self.mark) = (0, 0, None);
+    }
+
+    /// Remembers the tokens held now, in place of an earlier mark, so that [`truncate`](Self::truncate) can come back to them
+    /// once sliding layers have overwritten what they attend to: copies the sliding layers, which are bounded by their window.
+    ///
+    /// The mark is lost by [`clear`](Self::clear), by going back further, and to a [`fork`](Self::fork).
+    ///
+    /// # Errors
+    ///
+    /// Layers that hold different tokens, after a forward pass that failed; no memory for the copies.
+    pub fn mark(&mut self) -> Result<()> {
+        self.check_room(0)?;
+        // Frees the earlier copies first.
+        self.mark = None;
+        let copy = |layer: &LayerCache| match layer.kind() {
+            LayerKind::Sliding { .. } => layer.fork().map(Some),
+            LayerKind::Full => Ok(None),
+        };
+        self.mark = Some(Mark {
+            len: self.len,
+            rings: self.layers.iter().map(copy).collect::<Result<_>>()?,
+        });
+        Ok(())
+    }
+
+    /// The most tokens, at most `len`, that [`truncate`](Self::truncate) can go back to by what is held or marked.
+    pub fn reusable(&self, len: usize) -> usize {
+        let len = len.min(self.len);
+        match &self.mark {
+            _ if self.can_truncate(len) => len,
+            Some(mark) if mark.len <= len => mark.len,
+            _ => 0,
+        }
     }
 
     /// Whether [`truncate`](Self::truncate) to `len` tokens would succeed.
     pub fn can_truncate(&self, len: usize) -> bool {
+        self.layers_can_truncate(len) || self.mark.as_ref().is_some_and(|mark| mark.len == len)
+    }
+
+    fn layers_can_truncate(&self, len: usize) -> bool {
         self.layers.iter().all(|layer| layer.can_truncate(len))
     }
 
@@ -165,10 +217,30 @@ impl Cache {
                 self.len
             );
         }
-        for layer in &mut self.layers {
-            layer.truncate(len)?;
+        match &self.mark {
+            Some(mark) if !self.layers_can_truncate(len) => {
+                // All copies are made before a layer changes.
+                let copies = mark.rings.iter().map(|ring| match ring {
+                    Some(ring) => ring.fork().map(Some),
+                    None => Ok(None),
+                });
+                let copies = copies.collect::<Result<Vec<_>>>()?;
+                for (layer, copy) in self.layers.iter_mut().zip(copies) {
+                    match copy {
+                        Some(ring) => *layer = ring,
+                        None => layer.truncate(len)?,
+                    }
+                }
+            }
+            _ => {
+                for layer in &mut self.layers {
+                    layer.truncate(len)?;
+                }
+            }
         }
         self.len = len;
+        // Full layers may overwrite what a later mark counts on.
+        self.mark = self.mark.take().filter(|mark| mark.len <= len);
         Ok(())
     }
 
@@ -182,6 +254,7 @@ impl Cache {
         Ok(Self {
             layers,
             tables: self.tables.clone(),
+            mark: None,
             ..*self
         })
     }

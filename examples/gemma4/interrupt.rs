@@ -1,0 +1,34 @@
+//! Ctrl-C: stops an answer; where there is none to stop, the second one ends the program.
+
+use anyhow::{Context, Result};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+static ANSWERING: AtomicBool = AtomicBool::new(false);
+static WANTED: AtomicBool = AtomicBool::new(false);
+/// What a shell says of a program that SIGINT ended.
+const STATUS: i32 = 130;
+
+/// Takes Ctrl-C from the system.
+pub fn handle() -> Result<()> {
+    ctrlc::set_handler(|| {
+        let again = WANTED.swap(true, Ordering::SeqCst);
+        if again {
+            std::process::exit(STATUS);
+        }
+        if !ANSWERING.load(Ordering::SeqCst) {
+            eprintln!("\nCtrl-C again or /quit ends the chat");
+        }
+    })
+    .context("Ctrl-C")
+}
+
+/// Whether Ctrl-C was pressed since the answer began.
+pub fn wanted() -> bool {
+    WANTED.load(Ordering::SeqCst)
+}
+
+/// An answer begins, or a person is asked again.
+pub fn answering(now: bool) {
+    WANTED.store(false, Ordering::SeqCst);
+    ANSWERING.store(now, Ordering::SeqCst);
+}
