@@ -375,3 +375,36 @@ fn f32_rows_on_the_cpu_start_on_a_cache_line() {
         }
     }
 }
+
+/// What was taken back stays in the buffers; no later token may read it.
+#[test]
+fn rows_that_were_taken_back_are_never_read() {
+    for kind in [LayerKind::Full, LayerKind::Sliding { window: 8 }] {
+        let window = match kind {
+            LayerKind::Full => usize::MAX,
+            LayerKind::Sliding { window } => window,
+        };
+        for next in [1, 2, 3, 12] {
+            let mut cache = LayerCache::new(kind);
+            feed(&mut cache, 4).unwrap();
+            let poison = Tensor::full(f32::NAN, (1, 1, 4, DIM), &Device::Cpu).unwrap();
+            cache.append(&poison, &poison).unwrap();
+            cache.truncate(4).unwrap();
+            for tokens in [next, 1, 9] {
+                let at = cache.len();
+                assert_means(&feed(&mut cache, tokens).unwrap(), at, window);
+            }
+        }
+    }
+    let mut values = LayerCache::values_only();
+    let (_, v) = kv(0..4);
+    values.append_values(&v).unwrap();
+    let poison = Tensor::full(f32::NAN, (1, 1, 4, DIM), &Device::Cpu).unwrap();
+    values.append_values(&poison).unwrap();
+    values.truncate(4).unwrap();
+    let (_, v) = kv(4..6);
+    let held = values.append_values(&v).unwrap();
+    let rows: Vec<f32> = held.flatten_all().unwrap().to_vec1().unwrap();
+    assert!(rows.iter().all(|x| x.is_finite()), "{rows:?}");
+    assert_eq!(rows.len(), 6 * DIM);
+}

@@ -11,14 +11,17 @@ mod attention_refusals;
 mod attention_support;
 mod attention_views;
 mod bench;
+mod chat_session;
+mod chat_template;
 mod cli;
 mod common;
 mod concurrency;
 mod config;
 #[path = "../../examples/bench/admit.rs"]
 mod example_admit;
-#[path = "../../examples/gemma4/prompt.rs"]
-mod example_prompt;
+#[allow(dead_code, reason = "the program uses all of it")]
+#[path = "../../examples/gemma4/chat/mod.rs"]
+mod example_chat;
 #[path = "../../examples/gemma4/stream.rs"]
 mod example_stream;
 mod fixture_model;

@@ -335,3 +335,61 @@ fn a_forked_cache_goes_its_own_way() {
         assert_eq!(max_abs_diff(&on, &want).unwrap(), 0.0, "{path}");
     }
 }
+
+/// Sliding layers have overwritten their window, full layers hold other tokens behind the mark.
+#[test]
+fn a_marked_prefix_continues_as_a_cold_run_bit_for_bit() {
+    let (model, golden) = (
+        model("tiny-gemma4-d512", DType::F32),
+        Golden::load("tiny-gemma4-d512"),
+    );
+    let tokens = &golden.prompts[3].input_ids;
+    for path in paths(&model) {
+        let want = fed_in(&model, path, tokens, &[25, 15])
+            .narrow(0, 25, 15)
+            .unwrap();
+        let mut cache = model.new_cache(path).unwrap();
+        model.forward(&ids(&tokens[..25]), &mut cache).unwrap();
+        let unmarked = cache.bytes();
+        cache.mark().unwrap();
+        assert!(cache.bytes().0 > unmarked.0 && cache.bytes().1 == unmarked.1);
+        for turn in 0..3 {
+            model.forward(&ids(&[9; 20]), &mut cache).unwrap();
+            assert_eq!((cache.reusable(24), cache.reusable(31)), (0, 25), "{path}");
+            assert_eq!((cache.reusable(45), cache.reusable(99)), (45, 45));
+            assert!(!cache.can_truncate(24) && !cache.can_truncate(31));
+            cache.truncate(25).unwrap();
+            let got = model
+                .forward_all(&ids(&tokens[25..]), &mut cache)
+                .unwrap()
+                .squeeze(0)
+                .unwrap();
+            assert_eq!(
+                max_abs_diff(&got, &want).unwrap(),
+                0.0,
+                "{path}, turn {turn}"
+            );
+        }
+        assert!(
+            !cache.fork().unwrap().can_truncate(25),
+            "a fork has no mark"
+        );
+        cache.clear();
+        assert_eq!((cache.reusable(25), cache.bytes()), (0, (0, 0)));
+    }
+}
+
+#[test]
+fn going_back_behind_a_mark_drops_it() {
+    let model = model("tiny-gemma4-d512", DType::F32);
+    for path in paths(&model) {
+        let mut cache = model.new_cache(path).unwrap();
+        model.forward(&ids(&[5; 10]), &mut cache).unwrap();
+        cache.mark().unwrap();
+        cache.truncate(8).unwrap();
+        model.forward(&ids(&[9; 30]), &mut cache).unwrap();
+        // Full layers no longer hold what was marked at 8 and 9.
+        assert!(!cache.can_truncate(10), "{path}");
+        assert_eq!(cache.reusable(10), 0, "{path}");
+    }
+}

@@ -1,7 +1,7 @@
 //! Every prompt of the example begins with exactly one BOS, and a user can't write control tokens into a chat.
 
 use crate::common::trained_model;
-use crate::example_prompt::Prompt;
+use crate::example_chat::{Conversation, Encoder, Form, Piece, Role, Template};
 use tokenizers::Tokenizer;
 
 const BOS: u32 = 2;
@@ -11,14 +11,23 @@ fn tokenizer() -> Tokenizer {
 }
 
 fn raw(text: &str) -> Vec<u32> {
-    Prompt::Raw(text.into())
-        .encode(&mut tokenizer(), BOS)
+    Encoder::new(tokenizer())
+        .encode(&[Piece::Template(text.into())], BOS)
         .unwrap()
 }
 
+fn form() -> Form {
+    Form {
+        template: Template::built_in(),
+        bos: BOS,
+    }
+}
+
 fn user(text: &str) -> Vec<u32> {
-    Prompt::User(text.into())
-        .encode(&mut tokenizer(), BOS)
+    let mut conversation = Conversation::default();
+    conversation.push(Role::User, text);
+    form()
+        .prompt(&conversation, &Encoder::new(tokenizer()))
         .unwrap()
 }
 
@@ -68,6 +77,13 @@ fn control_tokens_that_a_user_writes_stay_text() {
 fn a_chat_stops_at_the_end_of_the_turn_even_if_no_file_declares_it() {
     let end_of_turn = tokenizer().token_to_id("<turn|>");
     assert!(end_of_turn.is_some());
-    assert_eq!(Prompt::User("Hi".into()).stop(&tokenizer()), end_of_turn);
-    assert_eq!(Prompt::Raw("Hi".into()).stop(&tokenizer()), None);
+    let stop = form().end_of_turn(&Encoder::new(tokenizer())).unwrap();
+    assert_eq!(stop, Vec::from_iter(end_of_turn));
+}
+
+#[test]
+fn text_has_the_ids_that_the_tokenizer_gives_it_whole() {
+    let text = "<bos><|turn>user\nHi <|turn <turn|>\n<|turn><turn|> x<eos>";
+    let whole = tokenizer().encode(text, false).unwrap();
+    assert_eq!(raw(text), whole.get_ids());
 }
