@@ -165,8 +165,14 @@ impl Template {
 
     fn failed(&self, error: Error) -> anyhow::Error {
         let line = error.line().map_or(String::new(), |l| format!(":{l}"));
-        let source = std::error::Error::source(&error).map(|e| e.to_string());
-        let detail = error.detail().map(str::to_string).or(source);
+        // The first cause says what happened; those after it, that it did.
+        let mut cause = std::error::Error::source(&error);
+        let mut source = None;
+        while let Some(error) = cause {
+            source = Some(error.to_string());
+            cause = error.source();
+        }
+        let detail = source.or_else(|| error.detail().map(str::to_string));
         let detail = detail.map_or(String::new(), |detail| format!(": {detail}"));
         anyhow!(
             "{}{line}: the chat template failed: {}{detail}",
