@@ -356,7 +356,7 @@ fn a_marked_prefix_continues_as_a_cold_run_bit_for_bit() {
         for turn in 0..3 {
             model.forward(&ids(&[9; 20]), &mut cache).unwrap();
             assert_eq!((cache.reusable(24), cache.reusable(31)), (0, 25), "{path}");
-            assert_eq!((cache.reusable(45), cache.reusable(99)), (45, 45));
+            assert_eq!(cache.reusable(99), cache.len());
             assert!(!cache.can_truncate(24) && !cache.can_truncate(31));
             cache.truncate(25).unwrap();
             let got = model
