@@ -8,6 +8,7 @@ use crate::stream::AnswerStream;
 use anyhow::{bail, Result};
 use candle_transformers::generation::LogitsProcessor;
 use gem::models::gemma4::{Cache, Finish, Model, StopTokens};
+use std::cell::Cell;
 
 pub struct Session<'a> {
     pub conversation: Conversation,
@@ -110,6 +111,7 @@ impl<'a> Session<'a> {
             self.args.chat.show_thoughts,
         );
         let mut said = prompt.clone();
+        let stopped = Cell::new(false);
         let finish = answer(
             self.model,
             &mut self.cache,
@@ -120,10 +122,11 @@ impl<'a> Session<'a> {
             self.args,
             |id| {
                 stream.push(id)?;
-                match interrupt::wanted() {
-                    true => candle::bail!("interrupted"),
-                    false => Ok(()),
+                if interrupt::wanted() {
+                    stopped.set(true);
+                    candle::bail!("interrupted");
                 }
+                Ok(())
             },
         );
         // The last token of an answer is fed only if another came after it.
@@ -139,7 +142,7 @@ impl<'a> Session<'a> {
             Ok(Finish::ContextFull) => eprintln!(
                 "context full: the answer ends at {limit} tokens; /save FILE keeps the conversation, /reset begins anew, a larger --max-context holds more"
             ),
-            Err(_) if interrupt::wanted() => eprintln!("interrupted: the answer ends here"),
+            Err(_) if stopped.get() => eprintln!("interrupted: the answer ends here"),
             Err(e) => return Err(e.into()),
         }
         Ok(Some(text))

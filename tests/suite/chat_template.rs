@@ -168,7 +168,7 @@ fn faulty_templates_are_errors_that_say_where_and_soon() {
         "{% for a in range(99999) %}{{ 'x' * 100 }}{% endfor %}",
         "no content",
         "{{ messages[0].content[:2] }}",
-        "{{ strftime_now('%s') }}",
+        "{{ strftime_now('%Ö') }}",
     ]
     .iter()
     .map(|source| match template(source).render(&talk, None) {
@@ -185,7 +185,7 @@ fn faulty_templates_are_errors_that_say_where_and_soon() {
         "it writes more than",
         "here: the template leaves out message 0",
         "here: the template changes what was said, want it whole",
-        "strftime_now: the format has %s",
+        "strftime_now: format \"%Ö\"",
     ]) {
         assert!(error.contains(want), "{error}, want {want}");
         assert!(error.starts_with("here"), "{error}");
