@@ -1,26 +1,28 @@
 //! One attention layer: projections, norms, rotary embedding, cache, and the path that the cache asks for.
 //!
-//! The weights of q, k and v are held once, packed: the fused path multiplies them as one, the reference path block by block.
+//! Dense weights of q, k and v are held once, packed: the fused path multiplies them as one, the reference path block by
+//! block. Quantized ones are multiplied block by block on every path.
 
 use super::config::{Config, LayerConfig, LayerKind};
 use super::layer_cache::LayerCache;
+use super::matrix::Matrix;
 use super::norm::RmsNorm;
 use super::path::AttentionPath;
 use super::rope::Angles;
+use super::source::Part;
 use crate::attention::{reference, sdpa, RotaryKeys};
 use crate::projection::FusedProjection;
-use candle::{bail, DType, Module, Result, Tensor};
-use candle_nn::{linear_no_bias, Linear, VarBuilder};
+use candle::{bail, DType, Result, Tensor};
 
 /// Gemma 4 does not divide scores by `sqrt(head_dim)`: the norms of q and k carry the scale.
 const SOFTMAX_SCALE: f32 = 1.0;
 
 #[derive(Debug, Clone)]
 pub(super) struct Attention {
-    qkv: FusedProjection,
+    qkv: Qkv,
     /// The values are the raw output of `k`.
     value_is_key: bool,
-    o_proj: Linear,
+    o_proj: Matrix,
     q_norm: RmsNorm,
     k_norm: RmsNorm,
     v_norm: RmsNorm,
@@ -29,30 +31,25 @@ pub(super) struct Attention {
 }
 
 impl Attention {
-    pub(super) fn load(config: &Config, layer: &LayerConfig, vb: VarBuilder) -> Result<Self> {
+    pub(super) fn load(config: &Config, layer: &LayerConfig, part: Part) -> Result<Self> {
         let (hidden, d, eps) = (config.hidden_size, layer.head_dim, config.rms_norm_eps);
         let (q_rows, kv_rows) = (
             config.num_attention_heads * d,
             layer.num_key_value_heads * d,
         );
-        let read = |name, rows| vb.pp(name).get((rows, hidden), "weight");
-        let qkv = {
-            let (q, k) = (read("q_proj", q_rows)?, read("k_proj", kv_rows)?);
-            match layer.value_is_key {
-                true => FusedProjection::pack(&[("q", &q), ("k", &k)])?,
-                false => {
-                    let v = read("v_proj", kv_rows)?;
-                    FusedProjection::pack(&[("q", &q), ("k", &k), ("v", &v)])?
-                }
-            }
+        let q = part.matrix("q_proj", q_rows, hidden)?;
+        let k = part.matrix("k_proj", kv_rows, hidden)?;
+        let v = match layer.value_is_key {
+            true => None,
+            false => Some(part.matrix("v_proj", kv_rows, hidden)?),
         };
         Ok(Self {
-            qkv,
+            qkv: Qkv::new(q, k, v)?,
             value_is_key: layer.value_is_key,
-            o_proj: linear_no_bias(q_rows, hidden, vb.pp("o_proj"))?,
-            q_norm: RmsNorm::load(d, eps, &vb.pp("q_norm"))?,
-            k_norm: RmsNorm::load(d, eps, &vb.pp("k_norm"))?,
-            v_norm: RmsNorm::weightless(d, eps, vb.device())?,
+            o_proj: part.matrix("o_proj", hidden, q_rows)?,
+            q_norm: RmsNorm::load(d, eps, &part.pp("q_norm"))?,
+            k_norm: RmsNorm::load(d, eps, &part.pp("k_norm"))?,
+            v_norm: RmsNorm::weightless(d, eps, part.source.device())?,
             kind: layer.kind,
             head_dim: d,
         })
@@ -103,18 +100,26 @@ impl Attention {
         self.o_proj.forward(&out)
     }
 
-    /// Raw q, k and v, `(batch, tokens, heads * head_dim)`: in the type of the weights on plain ops, f32 from one product.
+    /// Raw q, k and v, `(batch, tokens, heads * head_dim)`: in the type of the weights on plain ops, f32 from one product and
+    /// from quantized weights.
     fn projected(
         &self,
         xs: &Tensor,
         path: AttentionPath,
     ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
+        let packed = match &self.qkv {
+            Qkv::Packed(packed) => packed,
+            Qkv::Apart { q, k, v } => {
+                let v = v.as_ref().map(|v| v.forward(xs)).transpose()?;
+                return Ok((q.forward(xs)?, k.forward(xs)?, v));
+            }
+        };
         let results = match path {
             AttentionPath::Reference | AttentionPath::Sdpa => None,
-            AttentionPath::Fused | AttentionPath::FusedSharedKv => Some(self.qkv.forward(xs)?),
+            AttentionPath::Fused | AttentionPath::FusedSharedKv => Some(packed.forward(xs)?),
         };
         let part = |name| match &results {
-            None => Linear::new(self.qkv.block(name)?, None).forward(xs),
+            None => Matrix::Dense(packed.block(name)?).forward(xs),
             Some(results) => results.get(name),
         };
         let v = match self.value_is_key {
@@ -136,6 +141,34 @@ impl Attention {
         let (batch, tokens, _) = xs.dims3()?;
         xs.reshape((batch, tokens, (), self.head_dim))?
             .to_dtype(DType::F32)
+    }
+}
+
+/// The weights of q, k and v; no v where the values are the keys.
+#[derive(Debug, Clone)]
+enum Qkv {
+    /// Dense, one block a name.
+    Packed(FusedProjection),
+    /// One of them at least is quantized.
+    Apart {
+        q: Matrix,
+        k: Matrix,
+        v: Option<Matrix>,
+    },
+}
+
+impl Qkv {
+    fn new(q: Matrix, k: Matrix, v: Option<Matrix>) -> Result<Self> {
+        let packed = match (&q, &k, &v) {
+            (Matrix::Dense(q), Matrix::Dense(k), None) => {
+                FusedProjection::pack(&[("q", q), ("k", k)])?
+            }
+            (Matrix::Dense(q), Matrix::Dense(k), Some(Matrix::Dense(v))) => {
+                FusedProjection::pack(&[("q", q), ("k", k), ("v", v)])?
+            }
+            _ => return Ok(Self::Apart { q, k, v }),
+        };
+        Ok(Self::Packed(packed))
     }
 }
 

@@ -3,11 +3,12 @@
 use super::attention::Attention;
 use super::config::{Config, LayerConfig};
 use super::layer_cache::LayerCache;
+use super::matrix::Matrix;
 use super::norm::RmsNorm;
 use super::path::AttentionPath;
 use super::rope::Angles;
-use candle::{DType, Module, Result, Tensor};
-use candle_nn::{linear_no_bias, Init, Linear, VarBuilder};
+use super::source::Part;
+use candle::{DType, Result, Tensor};
 
 #[derive(Debug, Clone)]
 pub(super) struct DecoderLayer {
@@ -28,23 +29,18 @@ impl DecoderLayer {
         config: &Config,
         layer: &LayerConfig,
         rope: usize,
-        vb: VarBuilder,
+        part: Part,
     ) -> Result<Self> {
         let norm =
-            |name: &str| RmsNorm::load(config.hidden_size, config.rms_norm_eps, &vb.pp(name));
+            |name: &str| RmsNorm::load(config.hidden_size, config.rms_norm_eps, &part.pp(name));
         Ok(Self {
             input_layernorm: norm("input_layernorm")?,
-            attention: Attention::load(config, layer, vb.pp("self_attn"))?,
+            attention: Attention::load(config, layer, part.pp("self_attn"))?,
             post_attention_layernorm: norm("post_attention_layernorm")?,
             pre_feedforward_layernorm: norm("pre_feedforward_layernorm")?,
-            mlp: Mlp::load(config, vb.pp("mlp"))?,
+            mlp: Mlp::load(config, &part.pp("mlp"))?,
             post_feedforward_layernorm: norm("post_feedforward_layernorm")?,
-            layer_scalar: vb.get_with_hints_dtype(
-                1,
-                "layer_scalar",
-                Init::Const(1.0),
-                DType::F32,
-            )?,
+            layer_scalar: part.vector("layer_scalar", 1)?,
             rope,
         })
     }
@@ -87,18 +83,18 @@ impl DecoderLayer {
 
 #[derive(Debug, Clone)]
 struct Mlp {
-    gate_proj: Linear,
-    up_proj: Linear,
-    down_proj: Linear,
+    gate_proj: Matrix,
+    up_proj: Matrix,
+    down_proj: Matrix,
 }
 
 impl Mlp {
-    fn load(config: &Config, vb: VarBuilder) -> Result<Self> {
+    fn load(config: &Config, part: &Part) -> Result<Self> {
         let (hidden, inter) = (config.hidden_size, config.intermediate_size);
         Ok(Self {
-            gate_proj: linear_no_bias(hidden, inter, vb.pp("gate_proj"))?,
-            up_proj: linear_no_bias(hidden, inter, vb.pp("up_proj"))?,
-            down_proj: linear_no_bias(inter, hidden, vb.pp("down_proj"))?,
+            gate_proj: part.matrix("gate_proj", inter, hidden)?,
+            up_proj: part.matrix("up_proj", inter, hidden)?,
+            down_proj: part.matrix("down_proj", hidden, inter)?,
         })
     }
 

@@ -5,27 +5,27 @@
 
 use super::cache::Cache;
 use super::config::Config;
+use super::gguf::{Gguf, GgufSource};
 use super::layer::DecoderLayer;
+use super::matrix::Matrix;
 use super::norm::RmsNorm;
 use super::path::AttentionPath;
 use super::rope::{Angles, Rope};
+use super::source::{Part, Source};
 use candle::{bail, DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
-
-/// Rows of the head that are widened to f32 together where the weights are half precision.
-const HEAD_ROWS: usize = 8192;
 
 /// A Gemma 4 text decoder.
 #[derive(Debug, Clone)]
 pub struct Model {
     config: Config,
-    embed_tokens: Tensor,
+    embed_tokens: Matrix,
     layers: Vec<DecoderLayer>,
     /// The distinct rotary tables; each layer names its own by index.
     ropes: Vec<Rope>,
     norm: RmsNorm,
     /// `(vocab, hidden)`; the embedding, if they are tied.
-    lm_head: Tensor,
+    lm_head: Matrix,
     dtype: DType,
     device: Device,
 }
@@ -40,14 +40,35 @@ impl Model {
     ///
     /// Another dtype, or a weight that is missing or has the wrong shape.
     pub fn new(config: &Config, vb: VarBuilder) -> Result<Self> {
-        let (dtype, hidden, vocab) = (vb.dtype(), config.hidden_size, config.vocab_size);
+        Self::load(config, &vb)
+    }
+
+    /// Loads a GGUF file, checked first. Its quantized matrices stay quantized, embedding and head included; `dtype`, one of
+    /// f32, bf16 and f16, is that of its other matrices, of what is kept between products, and of the caches.
+    ///
+    /// # Errors
+    ///
+    /// As [`Gguf::check`]; another dtype; a file that can't be read; a value too large for f16.
+    pub fn from_gguf(gguf: &Gguf, dtype: DType, device: &Device) -> Result<Self> {
+        gguf.check()?;
+        let source = GgufSource {
+            gguf,
+            dtype,
+            device,
+        };
+        Self::load(gguf.config(), &source)
+    }
+
+    fn load(config: &Config, source: &dyn Source) -> Result<Self> {
+        let (dtype, hidden, vocab) = (source.dtype(), config.hidden_size, config.vocab_size);
         if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16) {
             bail!("gemma4: dtype is {dtype:?}, want F32, BF16 or F16");
         }
-        let embed_tokens = vb.get((vocab, hidden), "embed_tokens.weight")?;
+        let part = Part::root(source);
+        let embed_tokens = part.matrix("embed_tokens", vocab, hidden)?;
         let lm_head = match config.tie_word_embeddings {
             true => embed_tokens.clone(),
-            false => vb.get((vocab, hidden), "lm_head.weight")?,
+            false => part.matrix("lm_head", vocab, hidden)?,
         };
         let mut ropes = Vec::new();
         let mut layers = Vec::with_capacity(config.layers.len());
@@ -64,7 +85,7 @@ impl Model {
                 config,
                 layer,
                 rope_index,
-                vb.pp("layers").pp(i),
+                part.pp("layers").pp(i),
             )?);
         }
         Ok(Self {
@@ -72,10 +93,10 @@ impl Model {
             embed_tokens,
             layers,
             ropes,
-            norm: RmsNorm::load(hidden, config.rms_norm_eps, &vb.pp("norm"))?,
+            norm: RmsNorm::load(hidden, config.rms_norm_eps, &part.pp("norm"))?,
             lm_head,
             dtype,
-            device: vb.device().clone(),
+            device: source.device().clone(),
         })
     }
 
@@ -203,12 +224,8 @@ impl Model {
 
     fn embed(&self, input_ids: &Tensor) -> Result<Tensor> {
         let (batch, tokens) = input_ids.dims2()?;
-        let rows = self
-            .embed_tokens
-            .index_select(&input_ids.flatten_all()?, 0)?;
-        let rows = rows
-            .reshape((batch, tokens, self.config.hidden_size))?
-            .to_dtype(DType::F32)?;
+        let rows = self.embed_tokens.rows(&input_ids.flatten_all()?)?;
+        let rows = rows.reshape((batch, tokens, self.config.hidden_size))?;
         rows * rounded((self.config.hidden_size as f64).sqrt(), self.dtype)
     }
 
@@ -218,20 +235,8 @@ impl Model {
         let (batch, tokens, size) = hidden.dims3()?;
         let hidden = hidden.reshape((batch * tokens, size))?;
         let vocab = self.config.vocab_size;
-        let rows = if self.dtype == DType::F32 {
-            vocab
-        } else {
-            HEAD_ROWS
-        };
-        let mut parts = Vec::with_capacity(vocab.div_ceil(rows));
-        for start in (0..vocab).step_by(rows) {
-            let head = self
-                .lm_head
-                .narrow(0, start, rows.min(vocab - start))?
-                .to_dtype(DType::F32)?;
-            parts.push(hidden.matmul(&head.t()?)?);
-        }
-        let logits = Tensor::cat(&parts, 1)?.reshape((batch, tokens, vocab))?;
+        let logits = self.lm_head.forward_f32(&hidden)?;
+        let logits = logits.reshape((batch, tokens, vocab))?;
         soft_cap(&logits, self.config.final_logit_softcapping)
     }
 }

@@ -1,7 +1,7 @@
 //! RMS normalisation in f32: `x / sqrt(mean(x^2) + eps) * weight`, with no `1 +`.
 
+use super::source::Part;
 use candle::{DType, Device, Result, Tensor};
-use candle_nn::{Init, VarBuilder};
 
 #[derive(Debug, Clone)]
 pub(super) struct RmsNorm {
@@ -11,8 +11,8 @@ pub(super) struct RmsNorm {
 
 impl RmsNorm {
     /// The weight is read in f32 whatever the type of the model, and multiplied in f32.
-    pub(super) fn load(dim: usize, eps: f64, vb: &VarBuilder) -> Result<Self> {
-        let weight = vb.get_with_hints_dtype(dim, "weight", Init::Const(1.0), DType::F32)?;
+    pub(super) fn load(dim: usize, eps: f64, part: &Part) -> Result<Self> {
+        let weight = part.vector("weight", dim)?;
         Ok(Self {
             weight,
             eps: eps as f32,

@@ -55,7 +55,7 @@ pub(super) fn open_shards(index: &Path) -> Result<Vec<Shard>> {
             }
         }
     }
-    refuse(faults)?;
+    refuse("weights", faults)?;
     Ok(shards.into_values().collect())
 }
 

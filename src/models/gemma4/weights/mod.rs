@@ -115,7 +115,7 @@ impl Weights {
                 strays.push(format!("{name} in {file}: belongs to no known part"));
             }
         }
-        refuse(strays)?;
+        refuse("weights", strays)?;
         Ok(Self {
             prefix,
             shards,
@@ -154,7 +154,7 @@ impl Weights {
                 faults.push(format!("{}: not a tensor of this model", self.place(entry)));
             }
         }
-        refuse(faults)?;
+        refuse("weights", faults)?;
         match tied_head {
             Some(head) => self.check_head(head),
             None => Ok(()),
@@ -244,7 +244,7 @@ impl SimpleBackend for Weights {
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let entry = self.entry(name)?;
-        refuse(self.unreadable(entry).into_iter().collect())?;
+        refuse("weights", self.unreadable(entry).into_iter().collect())?;
         let read = || -> Result<Tensor> {
             let stored = self.shards[entry.shard].map.load(&entry.name, device)?;
             stored.to_dtype(dtype)
@@ -272,13 +272,13 @@ impl SimpleBackend for Weights {
 }
 
 /// An error that lists the faults, if there are any.
-fn refuse(faults: Vec<String>) -> Result<()> {
+pub(super) fn refuse(what: &str, faults: Vec<String>) -> Result<()> {
     const SHOWN: usize = 8;
     match faults.as_slice() {
         [] => Ok(()),
-        [one] => bail!("weights: {one}"),
+        [one] => bail!("{what}: {one}"),
         many => {
-            let mut text = format!("weights: {} faults", many.len());
+            let mut text = format!("{what}: {} faults", many.len());
             for fault in many.iter().take(SHOWN) {
                 text += &format!("\n  {fault}");
             }

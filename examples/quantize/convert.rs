@@ -1,0 +1,189 @@
+//! A checkpoint to a GGUF file, tensor by tensor.
+
+use crate::write::{self, Meta};
+use crate::{metadata, vocabulary};
+use anyhow::{bail, Context, Result};
+use candle::quantized::{GgmlDType, QTensor};
+use candle::{DType, Device};
+use gem::models::gemma4::{Config, Gguf, Weights};
+use rayon::prelude::*;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// Elements that one thread quantizes at a time.
+const CHUNK: usize = 1 << 20;
+
+/// What is to be written, with all of it checked and nothing of it done.
+pub struct Plan {
+    weights: Weights,
+    metadata: Vec<(String, Meta)>,
+    /// Names in the checkpoint; none for the divisors.
+    sources: Vec<Option<String>>,
+    pub tensors: Vec<write::Tensor>,
+    rope_freqs: Vec<f32>,
+    /// What the reader of the file will miss.
+    pub notes: Vec<String>,
+}
+
+impl Plan {
+    /// `folder` holds config.json, tokenizer.json and the weights; also chat_template.jinja if there is one.
+    pub fn new(folder: &Path, wanted: GgmlDType) -> Result<Self> {
+        let config = Config::from_file(folder.join("config.json"))?;
+        let weights = Weights::open_dir(folder)?;
+        let shapes = config.tensor_shapes();
+        weights.check(&shapes)?;
+        let name = folder.canonicalize()?;
+        let name = name
+            .file_name()
+            .map_or("gemma4".into(), |name| name.to_string_lossy());
+        let mut metadata = metadata::of_model(&config, &name, file_type(wanted))?;
+        let mut notes = Vec::new();
+        let read = |name: &str| -> Result<Option<String>> {
+            match std::fs::read_to_string(folder.join(name)) {
+                Ok(text) => Ok(Some(text)),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+                Err(e) => Err(e).with_context(|| folder.join(name).display().to_string()),
+            }
+        };
+        match read("tokenizer.json")? {
+            Some(text) => {
+                let (tokenizer, more) =
+                    vocabulary::of_tokenizer(&text, &config).context("tokenizer.json")?;
+                metadata.extend(tokenizer);
+                notes.extend(more);
+            }
+            None => {
+                notes.push("the folder has no tokenizer.json, so the file has no tokenizer".into())
+            }
+        }
+        if let Some(template) = read("chat_template.jinja")? {
+            metadata.push(("tokenizer.chat_template".into(), Meta::Text(template)));
+        }
+        let rope_freqs = metadata::rope_freqs(&config)?;
+        let mut tensors = vec![write::Tensor {
+            name: "rope_freqs.weight".into(),
+            shape: vec![rope_freqs.len()],
+            dtype: GgmlDType::F32,
+        }];
+        let mut sources = vec![None];
+        for (source, shape) in shapes {
+            let Some(name) = Gguf::tensor_name(&source) else {
+                bail!("{source} has no name in GGUF files");
+            };
+            let dtype = choose(&shape, wanted);
+            if dtype != wanted && shape.len() > 1 {
+                notes.push(format!(
+                    "{name} is {}: rows of {} are no multiple of {}",
+                    write::kind(dtype).0,
+                    shape[1],
+                    wanted.block_size()
+                ));
+            }
+            tensors.push(write::Tensor { name, shape, dtype });
+            sources.push(Some(source));
+        }
+        Ok(Self {
+            weights,
+            metadata,
+            sources,
+            tensors,
+            rope_freqs,
+            notes,
+        })
+    }
+
+    /// Writes the file beside `out` and renames it when it is whole; `done` is told the bytes of each tensor.
+    pub fn write(self, out: &Path, mut done: impl FnMut(usize)) -> Result<()> {
+        let part = partial(out);
+        let result = self.write_part(&part, &mut done);
+        let result = result
+            .and_then(|()| std::fs::rename(&part, out).with_context(|| out.display().to_string()));
+        if result.is_err() {
+            // What is there is of no use to anyone; the error that is reported is the first one.
+            let _ = std::fs::remove_file(&part);
+        }
+        result
+    }
+
+    fn write_part(self, part: &Path, done: &mut impl FnMut(usize)) -> Result<()> {
+        let file = File::create(part).with_context(|| part.display().to_string())?;
+        let mut file = BufWriter::new(file);
+        file.write_all(&write::header(&self.metadata, &self.tensors))?;
+        let weights = self.weights.var_builder(DType::F32, &Device::Cpu);
+        for (tensor, source) in self.tensors.iter().zip(&self.sources) {
+            let bytes = match source {
+                None => self
+                    .rope_freqs
+                    .iter()
+                    .flat_map(|x| x.to_le_bytes())
+                    .collect(),
+                Some(source) => {
+                    let values = weights.get(tensor.shape.as_slice(), source)?;
+                    let values = values.flatten_all()?.to_vec1::<f32>()?;
+                    encode(&values, tensor.dtype).with_context(|| source.clone())?
+                }
+            };
+            anyhow::ensure!(
+                bytes.len() == tensor.bytes(),
+                "{}: has {} bytes, want {}",
+                tensor.name,
+                bytes.len(),
+                tensor.bytes()
+            );
+            write::data(&mut file, &bytes)?;
+            done(bytes.len());
+        }
+        file.into_inner()?.sync_all()?;
+        Ok(())
+    }
+}
+
+/// The values as blocks of a type, which rows fill.
+pub fn encode(values: &[f32], dtype: GgmlDType) -> Result<Vec<u8>> {
+    if let Some(at) = values.par_iter().position_any(|x| !x.is_finite()) {
+        bail!("element {at} is {}, want finite values", values[at]);
+    }
+    // The scale of a block is an f16 too, but of a fraction of its largest value.
+    if dtype == GgmlDType::F16 {
+        if let Some(at) = values.par_iter().position_any(|x| x.abs() > 65504.0) {
+            bail!("element {at} is {}, too large for F16", values[at]);
+        }
+    }
+    let chunks = values.par_chunks(CHUNK).map(|chunk| {
+        let chunk = candle::Tensor::new(chunk, &Device::Cpu)?;
+        Ok(QTensor::quantize(&chunk, dtype)?.data()?.into_owned())
+    });
+    Ok(chunks.collect::<Result<Vec<_>>>()?.concat())
+}
+
+/// Norms and scalars are F32; a matrix falls back where its rows are no whole number of blocks.
+fn choose(shape: &[usize], wanted: GgmlDType) -> GgmlDType {
+    let [_, columns] = shape else {
+        return GgmlDType::F32;
+    };
+    let fits = |dtype: &GgmlDType| columns % dtype.block_size() == 0;
+    let choices = [wanted, GgmlDType::Q8_0];
+    choices.into_iter().find(fits).unwrap_or(GgmlDType::BF16)
+}
+
+/// llama.cpp's number for files that are mostly of this type.
+fn file_type(dtype: GgmlDType) -> u32 {
+    match dtype {
+        GgmlDType::F32 => 0,
+        GgmlDType::F16 => 1,
+        GgmlDType::Q4_0 => 2,
+        GgmlDType::Q4K => 14,
+        GgmlDType::Q5K => 16,
+        GgmlDType::Q6K => 18,
+        GgmlDType::BF16 => 32,
+        // Q8_0, the last that can be asked for.
+        _ => 7,
+    }
+}
+
+fn partial(out: &Path) -> PathBuf {
+    let mut name = out.file_name().unwrap_or_default().to_os_string();
+    name.push(format!(".{}.part", std::process::id()));
+    out.with_file_name(name)
+}

@@ -1,0 +1,62 @@
+//! A weight matrix: dense, or quantized as a GGUF file has it.
+
+use candle::quantized::QTensor;
+use candle::{DType, Module, Result, Tensor};
+use candle_nn::Linear;
+use std::sync::Arc;
+
+/// Rows of the head that are widened to f32 together where the weights are half precision.
+const HEAD_ROWS: usize = 8192;
+
+/// `(rows, columns)`; a clone is the same memory.
+#[derive(Debug, Clone)]
+pub(super) enum Matrix {
+    Dense(Tensor),
+    /// No `QMatMul`, which environment variables can make dense.
+    Quantized(Arc<QTensor>),
+}
+
+impl Matrix {
+    pub(super) fn quantized(weight: QTensor) -> Self {
+        Self::Quantized(Arc::new(weight))
+    }
+
+    /// `xs` `(.., columns)` times every row: in the type of xs, or f32 from a quantized weight.
+    pub(super) fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Dense(weight) => Linear::new(weight.clone(), None).forward(xs),
+            // The kernels of every device take f32.
+            Self::Quantized(weight) => xs
+                .to_dtype(DType::F32)?
+                .contiguous()?
+                .apply_op1_no_bwd(weight.as_ref()),
+        }
+    }
+
+    /// As `forward` for f32 `xs` `(n, columns)`, with f32 sums and results whatever the type of the weights.
+    pub(super) fn forward_f32(&self, xs: &Tensor) -> Result<Tensor> {
+        let weight = match self {
+            Self::Dense(weight) => weight,
+            Self::Quantized(_) => return self.forward(xs),
+        };
+        let total = weight.dim(0)?;
+        let rows = match weight.dtype() {
+            DType::F32 => total,
+            _ => HEAD_ROWS,
+        };
+        let mut parts = Vec::with_capacity(total.div_ceil(rows));
+        for start in (0..total).step_by(rows) {
+            let part = weight.narrow(0, start, rows.min(total - start))?;
+            parts.push(xs.matmul(&part.to_dtype(DType::F32)?.t()?)?);
+        }
+        Tensor::cat(&parts, 1)
+    }
+
+    /// The rows of these ids `(n)`, f32 `(n, columns)`.
+    pub(super) fn rows(&self, ids: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Dense(weight) => weight.index_select(ids, 0)?.to_dtype(DType::F32),
+            Self::Quantized(weight) => weight.embedding(ids),
+        }
+    }
+}
