@@ -100,7 +100,7 @@ fn admit(out: &mut impl Write, rows: &[measure::Row]) -> Result<ExitCode> {
 enum Source {
     Checkpoint {
         config: Config,
-        weights: Box<Weights>,
+        weights: Box<checkpoint::Stored>,
     },
     Synthetic {
         config: Config,
@@ -137,9 +137,7 @@ impl Source {
 
     fn load(self, dtype: DType, device: &Device) -> Result<Model> {
         Ok(match self {
-            Self::Checkpoint { config, weights } => {
-                Model::new(&config, weights.var_builder(dtype, device))?
-            }
+            Self::Checkpoint { config, weights } => weights.load(&config, dtype, device)?,
             Self::Synthetic { config, .. } => {
                 Model::new(&config, synthetic::weights(dtype, device))?
             }

@@ -1,7 +1,8 @@
 //! Finds the files of a checkpoint and loads them.
 
 use anyhow::{anyhow, bail, Context, Result};
-use gem::models::gemma4::{Config, StopTokens, Weights};
+use candle::{DType, Device};
+use gem::models::gemma4::{Config, Gguf, Model, StopTokens, Weights};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
@@ -10,15 +11,15 @@ const BUILT_IN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-gemma4"
 /// Where a checkpoint is; the model of this repository by default.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ModelFiles {
-    /// Safetensors files of the model, or one folder that holds them [default: the model of this repository].
+    /// Safetensors files of the model, or one folder that holds them, or one GGUF file [default: the model of this repository].
     #[arg(long, value_name = "FILES", value_delimiter = ',')]
     pub weight_files: Option<Vec<PathBuf>>,
 
-    /// [default: config.json beside the weights].
+    /// [default: config.json beside the weights, or the GGUF file itself].
     #[arg(long, value_name = "FILE")]
     pub config_file: Option<PathBuf>,
 
-    /// [default: tokenizer.json beside the weights].
+    /// [default: tokenizer.json beside the weights, or the GGUF file itself].
     #[arg(long, value_name = "FILE")]
     pub tokenizer_file: Option<PathBuf>,
 }
@@ -36,7 +37,7 @@ pub struct Checkpoint {
         reason = "examples that share this file do not all generate text"
     )]
     pub stop: StopTokens,
-    pub weights: Weights,
+    pub weights: Stored,
     #[allow(
         dead_code,
         reason = "examples that share this file do not all hold a chat"
@@ -45,12 +46,52 @@ pub struct Checkpoint {
     pub folder: PathBuf,
 }
 
+/// Weights as their files have them.
+pub enum Stored {
+    Safetensors(Weights),
+    Gguf(Box<Gguf>),
+}
+
+impl Stored {
+    /// Bytes that a model of so many elements will hold; what is quantized is held as the file has it.
+    #[allow(dead_code, reason = "not every example says what it plans")]
+    pub fn planned_bytes(&self, elements: usize, dtype: DType) -> usize {
+        match self {
+            Self::Safetensors(_) => elements * dtype.size_in_bytes(),
+            Self::Gguf(gguf) => gguf.planned_bytes(dtype),
+        }
+    }
+
+    /// The chat template that comes with them, if it is not in a file beside them.
+    #[allow(dead_code, reason = "examples that share this file do not all chat")]
+    pub fn chat_template(&self) -> Option<&str> {
+        match self {
+            Self::Safetensors(_) => None,
+            Self::Gguf(gguf) => gguf.chat_template(),
+        }
+    }
+
+    /// `config` is the checkpoint's.
+    pub fn load(self, config: &Config, dtype: DType, device: &Device) -> candle::Result<Model> {
+        match self {
+            Self::Safetensors(weights) => Model::new(config, weights.var_builder(dtype, device)),
+            Self::Gguf(gguf) => Model::from_gguf(&gguf, dtype, device),
+        }
+    }
+}
+
 impl Checkpoint {
     pub fn open(given: &ModelFiles) -> Result<Self> {
         let files = given
             .weight_files
             .clone()
             .unwrap_or_else(|| vec![PathBuf::from(BUILT_IN)]);
+        if let Some(gguf) = files.iter().find(|file| Gguf::is_gguf(file)) {
+            if files.len() > 1 {
+                bail!("{}: is GGUF, want it alone", gguf.display());
+            }
+            return Self::open_gguf(gguf, given);
+        }
         let (weights, folder) = match files.as_slice() {
             [folder] if folder.is_dir() => (Weights::open_dir(folder)?, folder.clone()),
             [first, ..] => {
@@ -64,16 +105,7 @@ impl Checkpoint {
         let config = Config::from_file(beside(&given.config_file, "config.json"))?;
         weights.check(&config.tensor_shapes())?;
         let tokenizer_file = beside(&given.tokenizer_file, "tokenizer.json");
-        let tokenizer = Tokenizer::from_file(&tokenizer_file)
-            .map_err(|e| anyhow!("{}: {e}", tokenizer_file.display()))?;
-        let vocab = tokenizer.get_vocab_size(true);
-        if vocab > config.vocab_size {
-            bail!(
-                "{}: the tokenizer has {vocab} tokens, want at most the {} of the model",
-                tokenizer_file.display(),
-                config.vocab_size
-            );
-        }
+        let tokenizer = read_tokenizer(&tokenizer_file, &config)?;
         let generation_file = folder.join("generation_config.json");
         let generation = match std::fs::read_to_string(&generation_file) {
             Ok(text) => Some(text),
@@ -85,8 +117,47 @@ impl Checkpoint {
             config,
             tokenizer,
             stop,
-            weights,
+            weights: Stored::Safetensors(weights),
             folder,
         })
     }
+
+    /// One file holds everything, but a tokenizer that is given counts.
+    fn open_gguf(file: &Path, given: &ModelFiles) -> Result<Self> {
+        if let Some(config) = &given.config_file {
+            bail!(
+                "--config-file {} is for safetensors: {} has its own",
+                config.display(),
+                file.display()
+            );
+        }
+        let gguf = Gguf::open(file)?;
+        gguf.check()?;
+        let config = gguf.config().clone();
+        let tokenizer = match &given.tokenizer_file {
+            Some(file) => read_tokenizer(file, &config)?,
+            None => Tokenizer::from_bytes(gguf.tokenizer_json()?)
+                .map_err(|e| anyhow!("{}: its tokenizer: {e}", file.display()))?,
+        };
+        Ok(Self {
+            stop: StopTokens::new(&config, None)?,
+            config,
+            tokenizer,
+            weights: Stored::Gguf(Box::new(gguf)),
+            folder: file.parent().map(Path::to_path_buf).unwrap_or_default(),
+        })
+    }
+}
+
+fn read_tokenizer(file: &Path, config: &Config) -> Result<Tokenizer> {
+    let tokenizer = Tokenizer::from_file(file).map_err(|e| anyhow!("{}: {e}", file.display()))?;
+    let vocab = tokenizer.get_vocab_size(true);
+    if vocab > config.vocab_size {
+        bail!(
+            "{}: the tokenizer has {vocab} tokens, want at most the {} of the model",
+            file.display(),
+            config.vocab_size
+        );
+    }
+    Ok(tokenizer)
 }

@@ -19,7 +19,7 @@ use args::Args;
 use candle::utils::{cuda_is_available, metal_is_available};
 use candle::{DType, Device};
 use chat::{Conversation, Encoder, Form, Piece, Role, Template};
-use checkpoint::Checkpoint;
+use checkpoint::{Checkpoint, Stored};
 use clap::Parser;
 use gem::models::gemma4::Model;
 use session::Session;
@@ -68,7 +68,7 @@ fn run(args: &Args, device: &Device) -> Result<()> {
     let bos = config.bos_token_id;
     let form = match prompt {
         Some(Prompt::Raw(_)) => None,
-        _ => Some(form(args, &folder, bos)?),
+        _ => Some(form(args, &weights, &folder, bos)?),
     };
     if let Some(form) = &form {
         for id in form.end_of_turn(&encoder)? {
@@ -109,10 +109,12 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         .transpose()?;
     let shapes = config.tensor_shapes();
     if !args.quiet {
-        planned::say(args, &config, path, context, dtype, device);
+        let elements = shapes.iter().map(|(_, shape)| shape.iter().product::<usize>());
+        let bytes = weights.planned_bytes(elements.sum(), dtype);
+        planned::say(args, &config, path, context, dtype, device, bytes);
     }
     let start = Instant::now();
-    let model = Model::new(&config, weights.var_builder(dtype, device))?;
+    let model = weights.load(&config, dtype, device)?;
     if !args.quiet {
         eprintln!(
             "loaded {} tensors in {:.2} s",
@@ -146,11 +148,12 @@ fn run(args: &Args, device: &Device) -> Result<()> {
 }
 
 /// The template that `args` or the checkpoint gives, else the built-in one, which is told.
-fn form(args: &Args, folder: &Path, bos: u32) -> Result<Form> {
+fn form(args: &Args, weights: &Stored, folder: &Path, bos: u32) -> Result<Form> {
     let given = args.chat.chat_template.as_deref().map(Template::from_file);
-    let found = match given {
-        Some(template) => Some(template?),
-        None => Template::of_checkpoint(folder)?,
+    let found = match (given, weights.chat_template()) {
+        (Some(template), _) => Some(template?),
+        (None, Some(source)) => Some(Template::new(source.into(), "the GGUF's template".into())?),
+        (None, None) => Template::of_checkpoint(folder)?,
     };
     let template = found.unwrap_or_else(|| {
         if !args.quiet {

@@ -12,12 +12,8 @@ pub fn say(
     context: usize,
     dtype: DType,
     device: &Device,
+    weights: usize,
 ) {
-    let shapes = config.tensor_shapes();
-    let elements: usize = shapes
-        .iter()
-        .map(|(_, shape)| shape.iter().product::<usize>())
-        .sum();
     // A comparison holds the caches of every path at once.
     let paths = match args.ab {
         true => AttentionPath::available(config, dtype, device),
@@ -35,7 +31,7 @@ pub fn say(
     };
     eprintln!(
         "planned memory: weights {}, caches {} ({} of it in full layers){tables} for {} tokens, {dtype:?}",
-        human((elements * dtype.size_in_bytes()) as u64),
+        human(weights as u64),
         human((sliding + full) as u64),
         human(full as u64),
         context

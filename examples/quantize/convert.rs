@@ -1,7 +1,7 @@
 //! A checkpoint to a GGUF file, tensor by tensor.
 
-use crate::write::{self, Meta};
-use crate::{metadata, vocabulary};
+use super::write::{self, Meta};
+use super::{metadata, vocabulary};
 use anyhow::{bail, Context, Result};
 use candle::quantized::{GgmlDType, QTensor};
 use candle::{DType, Device};
@@ -17,11 +17,11 @@ const CHUNK: usize = 1 << 20;
 /// What is to be written, with all of it checked and nothing of it done.
 pub struct Plan {
     weights: Weights,
-    metadata: Vec<(String, Meta)>,
+    pub metadata: Vec<(String, Meta)>,
     /// Names in the checkpoint; none for the divisors.
     sources: Vec<Option<String>>,
     pub tensors: Vec<write::Tensor>,
-    rope_freqs: Vec<f32>,
+    pub rope_freqs: Vec<f32>,
     /// What the reader of the file will miss.
     pub notes: Vec<String>,
 }

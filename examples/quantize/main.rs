@@ -2,6 +2,7 @@
 
 mod convert;
 #[path = "../gemma4/memory.rs"]
+#[allow(dead_code, reason = "this example does not report its peak")]
 mod memory;
 mod metadata;
 mod vocabulary;

@@ -1,6 +1,6 @@
 //! What llama.cpp's converter says of a Gemma 4 in the metadata.
 
-use crate::write::Meta;
+use super::write::Meta;
 use anyhow::{bail, Result};
 use gem::models::gemma4::{Config, LayerConfig, LayerKind};
 

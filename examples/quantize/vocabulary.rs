@@ -1,6 +1,6 @@
 //! The tokenizer of a checkpoint in the metadata.
 
-use crate::write::Meta;
+use super::write::Meta;
 use anyhow::{bail, Context, Result};
 use gem::models::gemma4::Config;
 use serde_json::{json, Value};

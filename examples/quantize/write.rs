@@ -7,12 +7,18 @@ use std::io::{self, Write};
 const ALIGNMENT: usize = 32;
 
 #[derive(Debug, Clone)]
+#[allow(
+    dead_code,
+    reason = "other writers choose other integers, which the tests write too"
+)]
 pub enum Meta {
     U32(u32),
     F32(f32),
     Bool(bool),
     Text(String),
     I32s(Vec<i32>),
+    U32s(Vec<u32>),
+    U64s(Vec<u64>),
     F32s(Vec<f32>),
     Bools(Vec<bool>),
     Texts(Vec<String>),
@@ -108,6 +114,14 @@ fn put(out: &mut Vec<u8>, value: &Meta) {
         }
         Meta::I32s(values) => {
             array(out, 5, values.len());
+            values.iter().for_each(|n| out.extend(n.to_le_bytes()));
+        }
+        Meta::U32s(values) => {
+            array(out, 4, values.len());
+            values.iter().for_each(|n| out.extend(n.to_le_bytes()));
+        }
+        Meta::U64s(values) => {
+            array(out, 10, values.len());
             values.iter().for_each(|n| out.extend(n.to_le_bytes()));
         }
         Meta::F32s(values) => {

@@ -125,7 +125,7 @@ fn measure(args: &Args, table: &mut Table) -> Result<()> {
     } else {
         DType::BF16
     };
-    let model = Model::new(&config, weights.var_builder(dtype, &device))?;
+    let model = weights.load(&config, dtype, &device)?;
     let models = model::run(&settings, &config, &model, &tokenizer, &progress)?;
     let ceiling = ceiling::run(&settings, &config, &model, &models, &progress);
     if table.add(receipts.write(models)?) {

@@ -22,11 +22,22 @@ mod example_admit;
 #[allow(dead_code, reason = "the program uses all of it")]
 #[path = "../../examples/gemma4/chat/mod.rs"]
 mod example_chat;
+#[path = "../../examples/quantize/convert.rs"]
+mod example_quantize_convert;
+#[path = "../../examples/quantize/metadata.rs"]
+mod example_quantize_metadata;
+#[path = "../../examples/quantize/vocabulary.rs"]
+mod example_quantize_vocabulary;
+#[path = "../../examples/quantize/write.rs"]
+mod example_quantize_write;
 #[path = "../../examples/gemma4/stream.rs"]
 mod example_stream;
 mod fixture_model;
 mod fixtures;
 mod generation;
+mod gguf;
+mod gguf_header;
+mod gguf_support;
 mod kv_cache;
 mod metal_plan;
 mod model;
@@ -48,6 +59,12 @@ mod stream;
 mod trained_model;
 mod verify;
 mod weights;
+
+// As the program names them to each other.
+use {
+    example_quantize_metadata as metadata, example_quantize_vocabulary as vocabulary,
+    example_quantize_write as write,
+};
 
 // The harness that runs kernels from their text is for this one system.
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]

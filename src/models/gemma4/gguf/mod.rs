@@ -126,6 +126,25 @@ impl Gguf {
         Ok(rows.map(|(name, (n, bytes))| (name, n, bytes)).collect())
     }
 
+    /// Bytes of the weights once they are loaded for a model of type `dtype`; 0 for a tensor that [`check`](Self::check)
+    /// refuses.
+    pub fn planned_bytes(&self, dtype: DType) -> usize {
+        let tensors = self.header.tensors.iter();
+        let bytes = tensors.map(|(name, entry)| match self.bytes_of(name, entry) {
+            Ok((stored, _)) if kind::is_plain(stored) => {
+                let held = if entry.shape.len() == 1 {
+                    DType::F32
+                } else {
+                    dtype
+                };
+                entry.shape.iter().product::<usize>() * held.size_in_bytes()
+            }
+            Ok((_, bytes)) => bytes,
+            Err(_) => 0,
+        });
+        bytes.sum()
+    }
+
     /// Compares every tensor with the model before any of them is loaded.
     ///
     /// # Errors

@@ -1,0 +1,39 @@
+//! GGUF files made of checkpoints, and altered.
+
+use crate::example_quantize_convert::Plan;
+use crate::example_quantize_write::Meta;
+use candle::quantized::GgmlDType;
+use gem::models::gemma4::Gguf;
+use std::path::Path;
+use tempfile::TempDir;
+
+pub fn made(folder: &Path, dtype: GgmlDType) -> (TempDir, Gguf) {
+    altered(folder, dtype, |_| ())
+}
+
+/// With the plan changed before it is written.
+pub fn altered(folder: &Path, dtype: GgmlDType, alter: impl FnOnce(&mut Plan)) -> (TempDir, Gguf) {
+    let (dir, gguf) = try_altered(folder, dtype, alter);
+    (dir, gguf.unwrap())
+}
+
+pub fn try_altered(
+    folder: &Path,
+    dtype: GgmlDType,
+    alter: impl FnOnce(&mut Plan),
+) -> (TempDir, candle::Result<Gguf>) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let mut plan = Plan::new(folder, dtype).unwrap();
+    alter(&mut plan);
+    plan.write(&path, |_| ()).unwrap();
+    let gguf = Gguf::open(&path);
+    (dir, gguf)
+}
+
+/// Sets the value of a key, or removes it.
+pub fn set(plan: &mut Plan, key: &str, value: Option<Meta>) {
+    plan.metadata.retain(|(name, _)| name != key);
+    plan.metadata
+        .extend(value.map(|value| (key.to_string(), value)));
+}
