@@ -22,7 +22,7 @@ use candle::utils::{cuda_is_available, metal_is_available};
 use candle::{DType, Device};
 use checkpoint::Checkpoint;
 use clap::Parser;
-use gem::models::gemma4::{Config, Model, Weights};
+use gem::models::gemma4::{Config, Model};
 use indicatif::{ProgressBar, ProgressStyle};
 use report::Setting;
 use std::io::Write;

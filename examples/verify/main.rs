@@ -16,7 +16,6 @@ use candle::utils::{cuda_is_available, metal_is_available};
 use candle::{DType, Device};
 use checkpoint::{Checkpoint, ModelFiles};
 use clap::Parser;
-use gem::models::gemma4::Model;
 use indicatif::{ProgressBar, ProgressStyle};
 use receipt::{Receipts, Report, Settings, Verdict};
 use std::io::Write;
