@@ -173,8 +173,8 @@ fn refused(alter: impl FnOnce(&mut crate::example_quantize_convert::Plan)) -> St
     let dir = fixture_checkpoint(FIXTURES[1]);
     let (file, gguf) = try_altered(dir.path(), GgmlDType::F32, alter);
     let text = match gguf {
-        Ok(gguf) => message(gguf.check()),
-        Err(e) => e.to_string(),
+        Ok(gguf) => message(gguf.check().unwrap_err()),
+        Err(e) => message(e),
     };
     let place = format!("gguf: {}: ", file.path().join("model.gguf").display());
     text.replace(&place, "")
@@ -302,7 +302,7 @@ fn types_without_code_and_tensors_of_other_models_are_refused_by_name() {
     ] {
         bytes[at..at + 4].copy_from_slice(&id.to_le_bytes());
         std::fs::write(&path, &bytes).unwrap();
-        let text = message(gem::models::gemma4::Gguf::open(&path).unwrap().check());
+        let text = message(gem::models::gemma4::Gguf::open(&path).unwrap().check().unwrap_err());
         let want = format!("blk.0.attn_q.weight: is {kind}, want Q4_0, Q4_K, Q5_K, Q6_K, Q8_0");
         assert!(text.contains(&want), "{text}");
     }
@@ -322,6 +322,6 @@ fn data_cut_short_names_the_tensor() {
     let path = file.path().join("model.gguf");
     let bytes = std::fs::read(&path).unwrap();
     std::fs::write(&path, &bytes[..bytes.len() - 40]).unwrap();
-    let text = message(gem::models::gemma4::Gguf::open(&path).unwrap().check());
+    let text = message(gem::models::gemma4::Gguf::open(&path).unwrap().check().unwrap_err());
     assert!(text.contains("the file ends after"), "{text}");
 }
