@@ -21,7 +21,6 @@ use candle::{DType, Device};
 use chat::{Conversation, Encoder, Form, Piece, Role, Template};
 use checkpoint::{Checkpoint, Stored};
 use clap::Parser;
-use gem::models::gemma4::Model;
 use session::Session;
 use source::Prompt;
 use std::io::Write;
@@ -109,7 +108,9 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         .transpose()?;
     let shapes = config.tensor_shapes();
     if !args.quiet {
-        let elements = shapes.iter().map(|(_, shape)| shape.iter().product::<usize>());
+        let elements = shapes
+            .iter()
+            .map(|(_, shape)| shape.iter().product::<usize>());
         let bytes = weights.planned_bytes(elements.sum(), dtype);
         planned::say(args, &config, path, context, dtype, device, bytes);
     }

@@ -23,8 +23,11 @@ const VISIBLE: [&str; 7] = [
     "<|\"|>",
 ];
 
+/// Metadata by key.
+pub type Entries = Vec<(String, Meta)>;
+
 /// From the text of a `tokenizer.json`; refuses what the format can't say, and gives a note on what it leaves out.
-pub fn of_tokenizer(text: &str, config: &Config) -> Result<(Vec<(String, Meta)>, Vec<String>)> {
+pub fn of_tokenizer(text: &str, config: &Config) -> Result<(Entries, Vec<String>)> {
     let json: Value = serde_json::from_str(text)?;
     let model = &json["model"];
     for (key, want) in [

@@ -1,9 +1,10 @@
 //! GGUF files of the fixtures and of the trained model: the same config, tokens and logits as the checkpoint they are of.
 
 use crate::common::fixture::{fixture_checkpoint, FIXTURES};
+use crate::common::model::paths;
 use crate::common::numeric::{max_abs_diff, rms_diff};
 use crate::common::{message, trained_model};
-use crate::example_quantize_convert::encode;
+use crate::example_quantize_convert::{encode, Plan};
 use crate::example_quantize_write::Meta;
 use crate::gguf_support::{altered, made, set, try_altered};
 use candle::quantized::{GgmlDType, QStorage, QTensor};
@@ -28,12 +29,6 @@ fn logits(model: &Model, path: AttentionPath, tokens: usize) -> Tensor {
     model.forward_all(&ids, &mut cache).unwrap()
 }
 
-fn paths(config: &Config) -> impl Iterator<Item = AttentionPath> + '_ {
-    AttentionPath::ALL
-        .into_iter()
-        .filter(|path| path.check(config).is_ok())
-}
-
 #[test]
 fn the_config_and_the_logits_of_plain_types_are_those_of_the_checkpoint() {
     for name in FIXTURES {
@@ -55,7 +50,7 @@ fn the_config_and_the_logits_of_plain_types_are_those_of_the_checkpoint() {
                 Model::from_gguf(&gguf, dtype, &Device::Cpu).unwrap(),
                 dense(dir.path(), dtype),
             );
-            for path in paths(&config) {
+            for path in paths(&model) {
                 let distance =
                     max_abs_diff(&logits(&model, path, 40), &logits(&want, path, 40)).unwrap();
                 assert_eq!(distance, 0.0, "{name} {stored:?} as {dtype:?}, {path}");
@@ -64,21 +59,16 @@ fn the_config_and_the_logits_of_plain_types_are_those_of_the_checkpoint() {
     }
 }
 
-#[test]
-fn quantized_logits_are_within_the_error_of_their_type() {
-    let dir = trained_model();
-    let want = dense(&dir, DType::F32);
-    for (stored, bound) in [
-        (GgmlDType::Q8_0, 0.25),
-        (GgmlDType::Q6K, 0.4),
-        (GgmlDType::Q4K, 1.2),
-        (GgmlDType::Q4_0, 2.5),
-    ] {
-        let (_file, gguf) = made(&dir, stored);
-        for dtype in [DType::F32, DType::BF16] {
+/// The error of the logits by type, model dtype and path.
+fn assert_logits_are_near(dir: &Path, cases: &[(GgmlDType, f64)], dtypes: &[DType], tokens: usize) {
+    let want = dense(dir, DType::F32);
+    for &(stored, bound) in cases {
+        let (_file, gguf) = made(dir, stored);
+        for &dtype in dtypes {
             let model = Model::from_gguf(&gguf, dtype, &Device::Cpu).unwrap();
-            for path in AttentionPath::ALL {
-                let rms = rms_diff(&logits(&model, path, 300), &logits(&want, path, 300)).unwrap();
+            for path in paths(&model) {
+                let want = logits(&want, path, tokens);
+                let rms = rms_diff(&logits(&model, path, tokens), &want).unwrap();
                 println!("{stored:?} {dtype:?} {path}: rms {rms}");
                 assert!(
                     rms > 0.0 && rms < bound,
@@ -87,6 +77,27 @@ fn quantized_logits_are_within_the_error_of_their_type() {
             }
         }
     }
+}
+
+#[test]
+fn quantized_logits_are_within_the_error_of_their_type() {
+    let cases = [(GgmlDType::Q8_0, 0.15), (GgmlDType::Q4_0, 2.5)];
+    assert_logits_are_near(&trained_model(), &cases, &[DType::F32], 60);
+}
+
+/// `cargo test --release -- --ignored --nocapture every_quantized_type_has_logits`
+#[test]
+#[ignore = "takes minutes"]
+fn every_quantized_type_has_logits_within_its_error() {
+    let cases = [
+        (GgmlDType::Q8_0, 0.15),
+        (GgmlDType::Q6K, 0.2),
+        (GgmlDType::Q5K, 0.8),
+        (GgmlDType::Q4K, 1.2),
+        (GgmlDType::Q4_0, 2.5),
+    ];
+    let dtypes = [DType::F32, DType::BF16, DType::F16];
+    assert_logits_are_near(&trained_model(), &cases, &dtypes, 300);
 }
 
 /// huggingface/candle#3856: row r of the weight holds r + 1, so no row can stand for another.
@@ -106,20 +117,23 @@ fn every_row_of_a_quantized_matrix_is_multiplied() -> Result<()> {
     ] {
         let k = dtype.block_size().max(64);
         for n in [1usize, 24, 30] {
-            let values: Vec<f32> = (0..n * k).map(|i| (i / k + 1) as f32).collect();
+            // Half and one and a half times that, since a block of equal values is no scale to some types.
+            let value = |i| (i / k + 1) as f32 * [0.5, 1.5][i % 2];
+            let values: Vec<f32> = (0..n * k).map(value).collect();
             let bytes = encode(&values, dtype).unwrap();
             let weight = QTensor::new(
                 QStorage::from_data(bytes.into(), &Device::Cpu, dtype)?,
                 (n, k),
             )?;
+            let rows = weight.dequantize(&Device::Cpu)?.sum(1)?.to_vec1::<f32>()?;
             for m in [1usize, 5] {
                 let xs = Tensor::ones((m, k), DType::F32, &Device::Cpu)?;
                 for row in xs.apply_op1_no_bwd(&weight)?.to_vec2::<f32>()? {
                     for (r, got) in row.into_iter().enumerate() {
-                        let want = (k * (r + 1)) as f32;
+                        let (want, about) = (rows[r], (k * (r + 1)) as f32);
                         assert!(
-                            (got / want - 1.0).abs() < 0.02,
-                            "{dtype:?} n {n} m {m} row {r}: {got}, want {want}"
+                            (got / want - 1.0).abs() < 1e-3 && (want / about - 1.0).abs() < 0.1,
+                            "{dtype:?} n {n} m {m} row {r}: {got}, want {want}, about {about}"
                         );
                     }
                 }
@@ -169,7 +183,7 @@ fn the_tokenizer_is_that_of_the_checkpoint() {
     assert_eq!(gguf.chat_template(), None);
 }
 
-fn refused(alter: impl FnOnce(&mut crate::example_quantize_convert::Plan)) -> String {
+fn refused(alter: impl FnOnce(&mut Plan)) -> String {
     let dir = fixture_checkpoint(FIXTURES[1]);
     let (file, gguf) = try_altered(dir.path(), GgmlDType::F32, alter);
     let text = match gguf {
@@ -178,6 +192,7 @@ fn refused(alter: impl FnOnce(&mut crate::example_quantize_convert::Plan)) -> St
     };
     let place = format!("gguf: {}: ", file.path().join("model.gguf").display());
     text.replace(&place, "")
+        .replace(&file.path().display().to_string(), "[dir]")
 }
 
 /// FlashML-org/FreeToken#63.
@@ -302,12 +317,17 @@ fn types_without_code_and_tensors_of_other_models_are_refused_by_name() {
     ] {
         bytes[at..at + 4].copy_from_slice(&id.to_le_bytes());
         std::fs::write(&path, &bytes).unwrap();
-        let text = message(gem::models::gemma4::Gguf::open(&path).unwrap().check().unwrap_err());
+        let text = message(
+            gem::models::gemma4::Gguf::open(&path)
+                .unwrap()
+                .check()
+                .unwrap_err(),
+        );
         let want = format!("blk.0.attn_q.weight: is {kind}, want Q4_0, Q4_K, Q5_K, Q6_K, Q8_0");
         assert!(text.contains(&want), "{text}");
     }
     let text = refused(|plan| plan.tensors[4].name = "blk.0.attn_p.weight".into());
-    assert_eq!(text, "gguf: 2 faults\n  blk.0.attn_k.weight: missing\n  blk.0.attn_p.weight: not a tensor of this model");
+    assert_eq!(text, "gguf: 2 faults\n  [dir]/model.gguf: blk.0.attn_k.weight: missing\n  [dir]/model.gguf: blk.0.attn_p.weight: not a tensor of this model");
     let text = refused(|plan| plan.tensors[5].name = "blk.0.x.weight".into());
     assert!(
         text.starts_with("tensor blk.0.attn_v.weight is missing"),
@@ -322,6 +342,25 @@ fn data_cut_short_names_the_tensor() {
     let path = file.path().join("model.gguf");
     let bytes = std::fs::read(&path).unwrap();
     std::fs::write(&path, &bytes[..bytes.len() - 40]).unwrap();
-    let text = message(gem::models::gemma4::Gguf::open(&path).unwrap().check().unwrap_err());
-    assert!(text.contains("the file ends after"), "{text}");
+    let text = message(
+        gem::models::gemma4::Gguf::open(&path)
+            .map(|_| ())
+            .unwrap_err(),
+    );
+    assert!(
+        text.contains("blk.5.layer_output_scale.weight\": its offset")
+            && text.contains("past the end of the file"),
+        "{text}"
+    );
+}
+
+/// K types come in blocks of 256, which few rows of the trained model are a multiple of.
+#[test]
+fn what_a_file_says_otherwise_than_asked_is_noted() {
+    let plan = Plan::new(&trained_model(), GgmlDType::Q4K).unwrap();
+    let noted = |text: &str| plan.notes.iter().filter(|note| note.contains(text)).count();
+    let fallen_back = plan.tensors.iter().filter(|t| t.dtype == GgmlDType::Q8_0);
+    assert_eq!(noted("are no multiple of 256"), fallen_back.count());
+    assert!(noted("are no multiple of 256") > 0);
+    assert_eq!(noted("pre_tokenizer"), 1, "{:?}", plan.notes);
 }

@@ -70,7 +70,7 @@ impl Gguf {
                 config,
             })
         };
-        open().or_else(|e| bail!("gguf: {}: {e}", path.display()))
+        open().map_err(|e| placed(path.display(), e))
     }
 
     /// The name in a GGUF file of a tensor of [`Config::tensor_shapes`].
@@ -103,7 +103,7 @@ impl Gguf {
     /// The file has no tokenizer, or not one of model `gemma4` with tokens, types and merges that fit each other.
     pub fn tokenizer_json(&self) -> Result<String> {
         let json = tokenizer::json(Keys(&self.header), self.config.bos_token_id);
-        json.or_else(|e| bail!("gguf: {}: {e}", self.path.display()))
+        json.map_err(|e| placed(self.path.display(), e))
     }
 
     /// Bytes of tensors by the name of their type, and how many there are, in the order of names.
@@ -248,7 +248,7 @@ impl Gguf {
             QStorage::from_data(Cow::Borrowed(buffer), device, dtype)?,
             shape,
         )
-        .or_else(|e| bail!("{name}: {e}"))
+        .map_err(|e| e.context(name.to_string()))
     }
 }
 
@@ -261,6 +261,14 @@ fn read_bytes(mut file: &File, entry: &TensorEntry, len: usize) -> Result<Vec<u8
     }
 }
 
+/// `e` with the file before it. candle's backtrace would stand in the middle of the text.
+fn placed(path: std::path::Display, e: candle::Error) -> candle::Error {
+    match e {
+        candle::Error::WithBacktrace { inner, .. } => placed(path, *inner),
+        e => candle::Error::Msg(format!("gguf: {path}: {e}")).bt(),
+    }
+}
+
 /// A file on its way into a model.
 pub(super) struct GgufSource<'a> {
     pub(super) gguf: &'a Gguf,
@@ -270,7 +278,7 @@ pub(super) struct GgufSource<'a> {
 
 impl GgufSource<'_> {
     fn place(&self, e: candle::Error) -> candle::Error {
-        candle::Error::Msg(format!("gguf: {}: {e}", self.gguf.path.display()))
+        placed(self.gguf.path.display(), e)
     }
 
     /// A tensor whose elements stand for themselves, as `dtype`.
