@@ -20,6 +20,7 @@ fn status(name: &str) -> Option<u64> {
 }
 
 /// `bytes` in the largest unit that leaves a number of at least 1.
+#[allow(dead_code, reason = "who shares this file does not always ask")]
 pub fn human(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut size = bytes as f64;

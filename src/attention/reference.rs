@@ -6,7 +6,7 @@
 use candle::{bail, DType, Device, Result, Tensor, D};
 
 /// Scores of one block of queries take at most this many elements, whatever the length of the prompt.
-const BLOCK_SCORES: usize = 1 << 24;
+pub(crate) const BLOCK_SCORES: usize = 1 << 24;
 /// Smaller blocks waste less on keys that the causal mask hides; larger ones no longer run faster.
 const BLOCK_QUERIES: usize = 256;
 
@@ -130,7 +130,7 @@ pub fn attention(
         }
     }
     let (k, v) = (batched(k)?, batched(v)?);
-    let block = (BLOCK_SCORES / (batch * q_heads * kv_len)).clamp(1, BLOCK_QUERIES);
+    let block = block_queries(batch * q_heads, kv_len);
     let mut out = Vec::with_capacity(q_len.div_ceil(block));
     for start in (0..q_len).step_by(block) {
         let len = block.min(q_len - start);
@@ -165,6 +165,11 @@ pub fn attention(
         1 => Ok(out.swap_remove(0)),
         _ => Tensor::cat(&out, D::Minus2),
     }
+}
+
+/// Queries whose scores are formed together, each a row of `kv_len` for every one of `heads`.
+pub(crate) fn block_queries(heads: usize, kv_len: usize) -> usize {
+    (BLOCK_SCORES / (heads * kv_len)).clamp(1, BLOCK_QUERIES)
 }
 
 /// `t` if a matrix product can step over its batch and heads as one dimension, as over any view of a cache; else a copy.

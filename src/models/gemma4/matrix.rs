@@ -6,7 +6,7 @@ use candle_nn::Linear;
 use std::sync::Arc;
 
 /// Rows of the head that are widened to f32 together where the weights are half precision.
-const HEAD_ROWS: usize = 8192;
+pub(super) const HEAD_ROWS: usize = 8192;
 
 /// `(rows, columns)`; a clone is the same memory.
 #[derive(Debug, Clone)]

@@ -56,6 +56,11 @@ impl Weights {
         Self::from_shards(shards?)
     }
 
+    /// Whether the text decoder has a use for a tensor of this name in a published checkpoint; `false` for vision and audio.
+    pub fn wants(name: &str) -> bool {
+        !OTHER_PARTS.iter().any(|part| name.starts_with(part))
+    }
+
     /// Opens the checkpoint in a folder: the shards of `model.safetensors.index.json` if there is one, else
     /// `model.safetensors`.
     ///
@@ -104,7 +109,7 @@ impl Weights {
         };
         let (mut tensors, mut strays) = (BTreeMap::new(), Vec::new());
         for (name, entry) in entries {
-            if OTHER_PARTS.iter().any(|part| name.starts_with(part)) {
+            if !Self::wants(&name) {
                 continue;
             } else if let Some(short) = name.strip_prefix(prefix) {
                 tensors.insert(short.to_string(), entry);

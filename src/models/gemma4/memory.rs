@@ -1,0 +1,169 @@
+//! How much memory a model will take, from its configuration alone.
+
+use super::matrix::HEAD_ROWS;
+use super::cache::Cache;
+use super::config::{Config, LayerConfig, LayerKind};
+use super::path::AttentionPath;
+use crate::attention::reference::{block_queries, BLOCK_SCORES};
+use candle::DType;
+
+/// What a model is to be run with; see [`MemoryPlan::new`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MemoryDemand {
+    /// Which ops attention runs on.
+    pub path: AttentionPath,
+    /// Type of the matrix products and the caches.
+    pub dtype: DType,
+    /// Tokens of prompt and answer together.
+    pub context: usize,
+    /// Tokens that are fed at a time.
+    pub chunk: usize,
+    /// Bytes of the weights as they are held; `None` for all of them in `dtype`.
+    pub weight_bytes: Option<u64>,
+}
+
+/// Bytes of one sequence on one path, by what they are for.
+///
+/// While safetensors weights are loaded, the pages of the mapped files count as memory of the process too; the system takes
+/// them back when it needs them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryPlan {
+    /// Of the model; each weight once.
+    pub weights: u64,
+    /// Caches of sliding layers.
+    pub sliding_caches: u64,
+    /// Caches of full layers.
+    pub full_caches: u64,
+    /// Rotary tables of every position, where keys are rebuilt.
+    pub rotary_tables: u64,
+    /// The most that the results of ops take at a time while a chunk is fed.
+    pub activations: u64,
+}
+
+impl MemoryPlan {
+    /// What `demand` takes of a model of this configuration. A context beyond the model's own is planned as that.
+    pub fn new(config: &Config, demand: &MemoryDemand) -> Self {
+        let MemoryDemand { path, dtype, .. } = *demand;
+        let context = demand.context.min(config.max_position_embeddings);
+        let (sliding, full) = Cache::planned_bytes(config, path, context, dtype);
+        Self {
+            weights: demand
+                .weight_bytes
+                .unwrap_or_else(|| weight_bytes(config, dtype)),
+            sliding_caches: sliding as u64,
+            full_caches: full as u64,
+            rotary_tables: Cache::planned_table_bytes(config, path, context) as u64,
+            activations: activations(config, demand, context),
+        }
+    }
+
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.weights
+            + self.sliding_caches
+            + self.full_caches
+            + self.rotary_tables
+            + self.activations
+    }
+
+    /// The largest context, up to the model's own, whose total is at most `limit` bytes; `None` if not even one token fits.
+    pub fn largest_context(config: &Config, demand: &MemoryDemand, limit: u64) -> Option<usize> {
+        let fits = |context| {
+            let demand = MemoryDemand { context, ..*demand };
+            Self::new(config, &demand).total() <= limit
+        };
+        // Fits at `low`, not at `high`; a longer context never takes less.
+        let (mut low, mut high) = (0, config.max_position_embeddings + 1);
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            match fits(middle) {
+                true => low = middle,
+                false => high = middle,
+            }
+        }
+        (low > 0).then_some(low)
+    }
+}
+
+fn weight_bytes(config: &Config, dtype: DType) -> u64 {
+    let shapes = config.tensor_shapes();
+    let elements: usize = shapes
+        .iter()
+        .map(|(_, s)| s.iter().product::<usize>())
+        .sum();
+    (elements * dtype.size_in_bytes()) as u64
+}
+
+/// The largest of the three places where a pass holds most: attention, MLP and head.
+fn activations(config: &Config, demand: &MemoryDemand, context: usize) -> u64 {
+    let (hidden, size) = (config.hidden_size, demand.dtype.size_in_bytes());
+    let chunk = demand.chunk.min(context);
+    let f32s = 4;
+    // The residual stream before and after, and what the block reads, in the type of the weights.
+    let stream = chunk * hidden * (2 * f32s + size);
+    // Gate, up and their product are f32.
+    let mlp = stream + chunk * config.intermediate_size * 3 * f32s;
+    let attention = config
+        .layers
+        .iter()
+        .map(|layer| stream + of_attention(config, layer, demand, chunk, context))
+        .max()
+        .unwrap_or(0);
+    // Half precision is widened block by block, and the blocks are joined; then the soft cap.
+    let head = match demand.dtype {
+        DType::F32 => 0,
+        _ => HEAD_ROWS.min(config.vocab_size) * hidden * f32s,
+    };
+    let logits = chunk * hidden * f32s + head + 3 * config.vocab_size * f32s;
+    attention.max(mlp).max(logits) as u64
+}
+
+fn of_attention(
+    config: &Config,
+    layer: &LayerConfig,
+    demand: &MemoryDemand,
+    chunk: usize,
+    context: usize,
+) -> usize {
+    let (size, f32s) = (demand.dtype.size_in_bytes(), 4);
+    let fused = matches!(
+        demand.path,
+        AttentionPath::Fused | AttentionPath::FusedSharedKv
+    );
+    let queries = chunk * config.num_attention_heads * layer.head_dim;
+    let keys = chunk * layer.num_key_value_heads * layer.head_dim;
+    let tensors = if layer.value_is_key { 1 } else { 2 };
+    // One product gives f32, plain ops the type of the weights.
+    let raw = (queries + tensors * keys) * if fused { f32s } else { size };
+    // Queries, keys and values as attention takes them, raw ones in f32 for the norms, and the result twice: by head, by token.
+    let widened = if fused { 0 } else { tensors * keys * f32s };
+    let normed = (queries + 2 * keys) * size + widened + 2 * queries * size;
+    // Norm, heads apart, rotation: each a copy in f32, gone before there are scores.
+    let rotation = 3 * queries * f32s;
+    let seen = match layer.kind {
+        LayerKind::Full if fused => return raw + normed + rotation,
+        LayerKind::Full => context,
+        // A ring that has wrapped is copied with the chunk behind it.
+        LayerKind::Sliding { window } => context.min(window + chunk - 1),
+    };
+    let copied = match layer.kind {
+        LayerKind::Full => 0,
+        LayerKind::Sliding { .. } => 2 * seen * layer.num_key_value_heads * layer.head_dim * size,
+    };
+    let heads = config.num_attention_heads;
+    let scores = match layer.kind {
+        LayerKind::Full => block_queries(heads, seen).min(chunk) * seen,
+        LayerKind::Sliding { window } => {
+            let rows = block_queries(heads, seen).min(chunk);
+            rows * seen.min(window + rows - 1)
+        }
+    };
+    debug_assert!(scores * heads <= BLOCK_SCORES.max(heads * seen));
+    // Raw, masked and softmaxed in f32; in half precision also as they come out of and go into products.
+    let of_scores = match demand.dtype {
+        DType::F32 => 3 * f32s,
+        _ => 3 * f32s + 2 * size,
+    };
+    // One mask for all heads, made as a vector.
+    raw + normed + copied + (scores * heads * of_scores + scores * f32s).max(rotation)
+}
