@@ -1,5 +1,8 @@
 //! Finds the files of a checkpoint and loads them.
 
+#[path = "hub/mod.rs"]
+mod hub;
+
 use anyhow::{anyhow, bail, Context, Result};
 use candle::{DType, Device};
 use gem::models::gemma4::{Config, Gguf, Model, StopTokens, Weights};
@@ -22,6 +25,58 @@ pub struct ModelFiles {
     /// [default: tokenizer.json beside the weights, or the GGUF file itself].
     #[arg(long, value_name = "FILE")]
     pub tokenizer_file: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub hub: hub::HubArgs,
+}
+
+impl ModelFiles {
+    /// Whether it is the model of this repository.
+    #[allow(
+        dead_code,
+        reason = "the examples that share this file do not all generate text"
+    )]
+    pub fn built_in(&self) -> bool {
+        self.weight_files.is_none() && self.hub.model_id.is_none()
+    }
+
+    /// The configuration alone, with no weight needed.
+    #[allow(
+        dead_code,
+        reason = "the examples that share this file do not all generate text"
+    )]
+    pub fn config(&self) -> Result<Config> {
+        let file = match (&self.config_file, &self.hub.model_id, &self.weight_files) {
+            (Some(file), _, _) => file.clone(),
+            (None, Some(id), _) => hub::fetch_config(&self.hub, id)?,
+            (None, None, Some(files)) => match files.first() {
+                Some(folder) if folder.is_dir() => folder.join(hub::CONFIG),
+                Some(file) => file.with_file_name(hub::CONFIG),
+                None => bail!("--weight-files names no file"),
+            },
+            (None, None, None) => Path::new(BUILT_IN).join(hub::CONFIG),
+        };
+        Ok(Config::from_file(file)?)
+    }
+
+    /// The same with files of this machine in place of the hub's.
+    fn fetched(&self) -> Result<Self> {
+        let Some(id) = &self.hub.model_id else {
+            return Ok(self.clone());
+        };
+        let fetched = hub::fetch(&self.hub, id, self.weight_files.as_deref())?;
+        // Weights may be in a folder of their repository; these are not.
+        let beside = |given: &Option<PathBuf>, name| {
+            let file = fetched.folder.join(name);
+            given.clone().or(file.is_file().then_some(file))
+        };
+        Ok(Self {
+            config_file: beside(&self.config_file, "config.json"),
+            tokenizer_file: beside(&self.tokenizer_file, "tokenizer.json"),
+            weight_files: Some(fetched.weights),
+            hub: hub::HubArgs::default(),
+        })
+    }
 }
 
 /// A checkpoint whose files are found and checked, but whose weights are not read yet.
@@ -82,6 +137,7 @@ impl Stored {
 
 impl Checkpoint {
     pub fn open(given: &ModelFiles) -> Result<Self> {
+        let given = &given.fetched()?;
         let files = given
             .weight_files
             .clone()

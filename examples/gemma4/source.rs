@@ -29,7 +29,7 @@ pub fn read(args: &Args) -> Result<Prompt> {
         (None, Some(path)) => {
             std::fs::read_to_string(path).with_context(|| path.display().to_string())?
         }
-        (None, None) if args.model.weight_files.is_some() => {
+        (None, None) if !args.model.built_in() => {
             bail!("--weight-files needs --prompt or --prompt-file: the built-in text is for the built-in model")
         }
         (None, None) => return Ok(Prompt::User(format!("{DEMO}\n{DEMO_QUESTION}"))),

@@ -5,6 +5,9 @@ mod ceiling;
 #[path = "../gemma4/checkpoint.rs"]
 mod checkpoint;
 mod measure;
+#[allow(dead_code, reason = "the hub names sizes, and asks for no peak")]
+#[path = "../gemma4/memory.rs"]
+mod memory;
 mod model;
 mod operators;
 mod receipt;
