@@ -1,6 +1,7 @@
 //! The command line: candle's own flag names where candle has one.
 
 use crate::checkpoint::ModelFiles;
+use crate::plan::PlanArgs;
 use clap::{Parser, ValueEnum};
 use gem::models::gemma4::AttentionPath;
 use std::path::PathBuf;
@@ -48,6 +49,9 @@ pub struct Args {
     /// Most tokens of prompt and answer together [default: what the model was made for].
     #[arg(long, value_parser = at_least_one)]
     pub max_context: Option<usize>,
+
+    #[command(flatten)]
+    pub plan: PlanArgs,
 
     /// Feed the prompt in chunks of so many tokens; bounds the memory for activations.
     #[arg(long, default_value_t = 512, value_parser = at_least_one)]

@@ -40,12 +40,25 @@ impl ModelFiles {
         self.weight_files.is_none() && self.hub.model_id.is_none()
     }
 
-    /// The configuration alone, with no weight needed.
+    /// The configuration alone, with no weight needed; and what a GGUF file says of [`Stored::held_bytes`].
     #[allow(
         dead_code,
         reason = "the examples that share this file do not all generate text"
     )]
-    pub fn config(&self) -> Result<Config> {
+    pub fn config(&self, dtype: DType) -> Result<(Config, Option<u64>)> {
+        if let Some([file]) = self
+            .weight_files
+            .as_deref()
+            .filter(|_| self.hub.model_id.is_none())
+        {
+            if Gguf::is_gguf(file) {
+                let gguf = Gguf::open(file)?;
+                return Ok((
+                    gguf.config().clone(),
+                    Some(gguf.planned_bytes(dtype) as u64),
+                ));
+            }
+        }
         let file = match (&self.config_file, &self.hub.model_id, &self.weight_files) {
             (Some(file), _, _) => file.clone(),
             (None, Some(id), _) => hub::fetch_config(&self.hub, id)?,
@@ -56,7 +69,7 @@ impl ModelFiles {
             },
             (None, None, None) => Path::new(BUILT_IN).join(hub::CONFIG),
         };
-        Ok(Config::from_file(file)?)
+        Ok((Config::from_file(file)?, None))
     }
 
     /// The same with files of this machine in place of the hub's.
@@ -108,12 +121,12 @@ pub enum Stored {
 }
 
 impl Stored {
-    /// Bytes that a model of so many elements will hold; what is quantized is held as the file has it.
+    /// Bytes that the weights of a model of this type will hold, where they are not its elements in this type.
     #[allow(dead_code, reason = "not every example says what it plans")]
-    pub fn planned_bytes(&self, elements: usize, dtype: DType) -> usize {
+    pub fn held_bytes(&self, dtype: DType) -> Option<u64> {
         match self {
-            Self::Safetensors(_) => elements * dtype.size_in_bytes(),
-            Self::Gguf(gguf) => gguf.planned_bytes(dtype),
+            Self::Safetensors(_) => None,
+            Self::Gguf(gguf) => Some(gguf.planned_bytes(dtype) as u64),
         }
     }
 

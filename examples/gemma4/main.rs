@@ -7,7 +7,7 @@ mod checkpoint;
 mod converse;
 mod interrupt;
 mod memory;
-mod planned;
+mod plan;
 mod report;
 mod run;
 mod session;
@@ -21,6 +21,7 @@ use candle::{DType, Device};
 use chat::{Conversation, Encoder, Form, Piece, Role, Template};
 use checkpoint::{Checkpoint, Stored};
 use clap::Parser;
+use gem::models::gemma4::{AttentionPath, MemoryDemand};
 use session::Session;
 use source::Prompt;
 use std::io::Write;
@@ -38,6 +39,15 @@ fn main() -> Result<()> {
 }
 
 fn run(args: &Args, device: &Device) -> Result<()> {
+    let dtype = match args.dtype {
+        Some(dtype) => dtype.into(),
+        None if device.is_cpu() => DType::F32,
+        None => DType::BF16,
+    };
+    if args.plan.plan {
+        let (config, held) = args.model.config(dtype)?;
+        return plan::print_table(args, &config, dtype, held);
+    }
     let converses = args.converses();
     if converses && args.json.is_some() {
         bail!("--json reports on one answer: want --prompt or --prompt-file beside it");
@@ -82,11 +92,6 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         (Some(Prompt::Raw(text)), _) => encoder.encode(&[Piece::Template(text)], bos)?,
         _ => vec![],
     };
-    let dtype = match args.dtype {
-        Some(dtype) => dtype.into(),
-        None if device.is_cpu() => DType::F32,
-        None => DType::BF16,
-    };
     let limit = args.max_context.unwrap_or(config.max_position_embeddings);
     if ids.len() > limit {
         bail!(
@@ -94,7 +99,10 @@ fn run(args: &Args, device: &Device) -> Result<()> {
             ids.len()
         );
     }
-    let context = run::planned_context(args, ids.len()).min(limit);
+    let context = match (converses, args.max_context) {
+        (true, Some(most)) => most,
+        _ => run::planned_context(args, ids.len()).min(limit),
+    };
     let path = args.attention.unwrap_or_default();
     if args.ab {
         ab::say_what_is_left_out(&config, dtype, device);
@@ -107,13 +115,22 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         .map(report::Destination::open)
         .transpose()?;
     let shapes = config.tensor_shapes();
+    // A comparison holds the caches of every path at once.
+    let paths = match args.ab {
+        true => AttentionPath::available(&config, dtype, device),
+        false => vec![path],
+    };
+    let demand = MemoryDemand {
+        path,
+        dtype,
+        context,
+        chunk: args.prefill_chunk,
+        weight_bytes: weights.held_bytes(dtype),
+    };
     if !args.quiet {
-        let elements = shapes
-            .iter()
-            .map(|(_, shape)| shape.iter().product::<usize>());
-        let bytes = weights.planned_bytes(elements.sum(), dtype);
-        planned::say(args, &config, path, context, dtype, device, bytes);
+        eprintln!("{}", plan::line(&config, &demand, &paths));
     }
+    plan::check(args, &config, &demand, &paths, device)?;
     let start = Instant::now();
     let model = weights.load(&config, dtype, device)?;
     if !args.quiet {

@@ -1,8 +1,8 @@
 //! How much memory a model will take, from its configuration alone.
 
-use super::matrix::HEAD_ROWS;
 use super::cache::Cache;
 use super::config::{Config, LayerConfig, LayerKind};
+use super::matrix::HEAD_ROWS;
 use super::path::AttentionPath;
 use crate::attention::reference::{block_queries, BLOCK_SCORES};
 use candle::DType;
