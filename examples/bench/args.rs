@@ -44,7 +44,7 @@ pub struct Args {
     pub model: ModelFiles,
 
     /// Random weights of this shape instead of a checkpoint's.
-    #[arg(long, value_enum, conflicts_with_all = ["weight_files", "config_file"])]
+    #[arg(long, value_enum, conflicts_with_all = ["weight_files", "config_file", "model_id"])]
     pub shape: Option<Shape>,
 
     /// Only so many layers of that shape.

@@ -146,8 +146,10 @@ impl Source {
 }
 
 fn setting(args: &Args, source: &Source, device: &Device, dtype: DType) -> Setting {
+    let hub = args.model.hub.model_id.as_ref();
     let model = match (source, &args.model.weight_files) {
         (Source::Synthetic { name, .. }, _) => name.clone(),
+        (_, None) if hub.is_some() => hub.cloned().unwrap_or_default(),
         (_, None) => "tiny-gemma4".to_string(),
         (_, Some(files)) => files
             .first()

@@ -30,7 +30,11 @@ pub fn read(args: &Args) -> Result<Prompt> {
             std::fs::read_to_string(path).with_context(|| path.display().to_string())?
         }
         (None, None) if !args.model.built_in() => {
-            bail!("--weight-files needs --prompt or --prompt-file: the built-in text is for the built-in model")
+            let flag = match args.model.hub.model_id {
+                Some(_) => "--model-id",
+                None => "--weight-files",
+            };
+            bail!("{flag} needs --prompt or --prompt-file: the built-in text is for the built-in model")
         }
         (None, None) => return Ok(Prompt::User(format!("{DEMO}\n{DEMO_QUESTION}"))),
     };

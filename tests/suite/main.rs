@@ -40,6 +40,7 @@ mod gguf_header;
 mod gguf_support;
 mod hub;
 mod kv_cache;
+mod memory_plan;
 mod metal_plan;
 mod mock_hub;
 mod model;
