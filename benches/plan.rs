@@ -73,6 +73,7 @@ fn measure(row: &str) -> Outcome<()> {
         &MemoryDemand {
             path,
             dtype: DTYPE,
+            on_cpu: true,
             context,
             chunk: CHUNK,
             weight_bytes: None,

@@ -46,7 +46,7 @@ fn run(args: &Args, device: &Device) -> Result<()> {
     };
     if args.plan.plan {
         let (config, held) = args.model.config(dtype)?;
-        return plan::print_table(args, &config, dtype, held);
+        return plan::print_table(args, &config, dtype, device, held);
     }
     let converses = args.converses();
     if converses && args.json.is_some() {
@@ -123,6 +123,7 @@ fn run(args: &Args, device: &Device) -> Result<()> {
     let demand = MemoryDemand {
         path,
         dtype,
+        on_cpu: device.is_cpu(),
         context,
         chunk: args.prefill_chunk,
         weight_bytes: weights.held_bytes(dtype),

@@ -32,12 +32,14 @@ pub fn print_table(
     args: &Args,
     config: &Config,
     dtype: DType,
+    device: &Device,
     weight_bytes: Option<u64>,
 ) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let demand = |path, context| MemoryDemand {
         path,
         dtype,
+        on_cpu: device.is_cpu(),
         context,
         chunk: args.prefill_chunk,
         weight_bytes,
@@ -52,7 +54,7 @@ pub fn print_table(
         contexts.push(most.min(config.max_position_embeddings));
         contexts.dedup();
     }
-    let paths = AttentionPath::available(config, dtype, &Device::Cpu);
+    let paths = AttentionPath::available(config, dtype, device);
     for context in contexts {
         for &path in &paths {
             let plan = MemoryPlan::new(config, &demand(path, context));
@@ -68,7 +70,7 @@ pub fn print_table(
             )?;
         }
     }
-    if let Some(limit) = limit(args, &Device::Cpu) {
+    if let Some(limit) = limit(args, device) {
         for &path in &paths {
             match MemoryPlan::largest_context(config, &demand(path, 1), limit) {
                 Some(most) => writeln!(out, "\n{path}: {most} tokens fit into {}", human(limit))?,

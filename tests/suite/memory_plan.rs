@@ -13,6 +13,7 @@ fn demand(path: AttentionPath, context: usize) -> MemoryDemand {
     MemoryDemand {
         path,
         dtype: DType::F32,
+        on_cpu: true,
         context,
         chunk: 512,
         weight_bytes: None,

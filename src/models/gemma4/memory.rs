@@ -2,6 +2,7 @@
 
 use super::cache::Cache;
 use super::config::{Config, LayerConfig, LayerKind};
+use super::layer_cache::capacity;
 use super::matrix::HEAD_ROWS;
 use super::path::AttentionPath;
 use crate::attention::reference::{block_queries, BLOCK_SCORES};
@@ -14,6 +15,8 @@ pub struct MemoryDemand {
     pub path: AttentionPath,
     /// Type of the matrix products and the caches.
     pub dtype: DType,
+    /// Whether it runs on the CPU, where candle multiplies bf16 by way of f32 copies of both sides, a weight or a cache whole.
+    pub on_cpu: bool,
     /// Tokens of prompt and answer together.
     pub context: usize,
     /// Tokens that are fed at a time.
@@ -85,6 +88,12 @@ impl MemoryPlan {
     }
 }
 
+impl MemoryDemand {
+    fn widens(&self) -> bool {
+        self.on_cpu && self.dtype == DType::BF16
+    }
+}
+
 fn weight_bytes(config: &Config, dtype: DType) -> u64 {
     let shapes = config.tensor_shapes();
     let elements: usize = shapes
@@ -101,12 +110,25 @@ fn activations(config: &Config, demand: &MemoryDemand, context: usize) -> u64 {
     let f32s = 4;
     // The residual stream before and after, and what the block reads, in the type of the weights.
     let stream = chunk * hidden * (2 * f32s + size);
-    // Gate, up and their product are f32.
-    let mlp = stream + chunk * config.intermediate_size * 3 * f32s;
+    let inter = config.intermediate_size;
+    let mlp = stream
+        + match demand.widens() {
+            // Gate, up and their product are f32.
+            false => chunk * inter * 3 * f32s,
+            // The last product: its input in f32, bf16 and f32 again, its weight, its output twice.
+            true => {
+                chunk * inter * (2 * f32s + size)
+                    + hidden * inter * f32s
+                    + chunk * hidden * (f32s + size)
+            }
+        };
     let attention = config
         .layers
         .iter()
-        .map(|layer| stream + of_attention(config, layer, demand, chunk, context))
+        .map(|layer| {
+            let held = of_attention(config, layer, demand, chunk, context);
+            stream + held.max(of_projections(config, layer, demand, chunk))
+        })
         .max()
         .unwrap_or(0);
     // Half precision is widened block by block, and the blocks are joined; then the soft cap.
@@ -116,6 +138,31 @@ fn activations(config: &Config, demand: &MemoryDemand, context: usize) -> u64 {
     };
     let logits = chunk * hidden * f32s + head + 3 * config.vocab_size * f32s;
     attention.max(mlp).max(logits) as u64
+}
+
+/// Of the largest projection around attention, where its weight is widened.
+fn of_projections(
+    config: &Config,
+    layer: &LayerConfig,
+    demand: &MemoryDemand,
+    chunk: usize,
+) -> usize {
+    if !demand.widens() {
+        return 0;
+    }
+    let fused = matches!(
+        demand.path,
+        AttentionPath::Fused | AttentionPath::FusedSharedKv
+    );
+    let tensors = if layer.value_is_key { 1 } else { 2 };
+    let queries = config.num_attention_heads * layer.head_dim;
+    // Plain ops multiply by blocks of one packed weight, which is widened whole.
+    let rows = match fused {
+        true => queries,
+        false => queries + tensors * layer.num_key_value_heads * layer.head_dim,
+    };
+    let size = demand.dtype.size_in_bytes();
+    rows * config.hidden_size * 4 + chunk * (config.hidden_size + 2 * rows) * (4 + size)
 }
 
 fn of_attention(
@@ -158,6 +205,17 @@ fn of_attention(
             rows * seen.min(window + rows - 1)
         }
     };
+    // The products of scores read the cache, the projections all rows that are packed with theirs.
+    let widened_side = match (demand.widens(), layer.kind) {
+        (false, _) => 0,
+        (true, kind) => {
+            let rows = match kind {
+                LayerKind::Full => capacity(kind, context),
+                LayerKind::Sliding { .. } => seen,
+            };
+            rows * layer.num_key_value_heads * layer.head_dim * f32s
+        }
+    };
     debug_assert!(scores * heads <= BLOCK_SCORES.max(heads * seen));
     // Raw, masked and softmaxed in f32; in half precision also as they come out of and go into products.
     let of_scores = match demand.dtype {
@@ -165,5 +223,8 @@ fn of_attention(
         _ => 3 * f32s + 2 * size,
     };
     // One mask for all heads, made as a vector.
-    raw + normed + copied + (scores * heads * of_scores + scores * f32s).max(rotation)
+    raw + normed
+        + copied
+        + widened_side
+        + (scores * heads * of_scores + scores * f32s).max(rotation)
 }
