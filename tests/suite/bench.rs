@@ -51,10 +51,10 @@ fn every_format_has_every_test_of_every_arm() {
         assert_eq!(row["seconds"].as_array().unwrap().len(), 2);
         assert!(row["per_second"].as_f64().unwrap() > 0.0);
         if cfg!(target_os = "linux") {
-            // Weights and caches are there, and what a sample needs besides is not a multiple of them.
+            // Weights and caches are there, and what a sample needs besides is not a multiple of them; planned caches have room to spare.
             let bytes = |name: &str| row[name].as_f64().unwrap();
             let more = bytes("peak_bytes") / bytes("planned_bytes");
-            assert!((0.99..2.0).contains(&more), "{row}");
+            assert!((0.9..2.0).contains(&more), "{row}");
         }
         let first = row["arm"] == "reference";
         assert_eq!(first, row["ratio"] == 1.0 && row["ratio_spread"] == 0.0);
