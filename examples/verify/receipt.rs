@@ -71,7 +71,7 @@ impl Settings {
                 bail!("is of another {file} than the one in this program");
             }
         }
-        if self.kernels.len() != Source::ALL.len() {
+        if self.kernels.len() != Source::METAL.len() {
             bail!("names kernels that this program does not have");
         }
         Ok(())
@@ -79,7 +79,7 @@ impl Settings {
 }
 
 fn kernels() -> BTreeMap<String, String> {
-    Source::ALL
+    Source::METAL
         .into_iter()
         .map(|source| (source.file().to_string(), source.digest()))
         .collect()

@@ -9,6 +9,8 @@
 //! states merge in a fixed order: results repeat bit for bit with any number of threads.
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod geometry;
 pub mod gpu;
 mod keys;
@@ -20,7 +22,7 @@ mod shared_kv;
 mod store;
 
 use candle::{bail, CpuStorage, CudaStorage, CustomOp3, DType, Layout, MetalStorage};
-use candle::{Result, Shape, Tensor};
+use candle::{Device, Result, Shape, Tensor};
 use half::{bf16, f16};
 
 use crate::backend::no_code_for;
@@ -136,15 +138,22 @@ impl AttentionD512 {
     /// Names the tensor, what it got and what it wants: for a scale that is not finite, 0 partitions, inputs on several
     /// devices, shapes other than those of [`attention_d512`], empty inputs, query heads that are no multiple of the KV
     /// heads, more causal query rows than keys, a dtype other than f32, f16 and bf16, a last dimension that is not
-    /// contiguous, offsets or scratch past 64 bits. On a GPU also for K and V of different dtypes, starts and strides that are no
-    /// multiples of 4 elements, a route that the shape has no use for, more than 4 GiB of partial states, and sizes past what a
+    /// contiguous, offsets or scratch past 64 bits. On a GPU also for K and V of different dtypes, on Metal starts and strides that
+    /// are no multiples of 4 elements, a route that the shape has no use for, more than 4 GiB of partial states, and sizes past what a
     /// launch takes.
     pub fn check(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionGeometry> {
         self.check_settings(NAME)?;
         let geometry = AttentionGeometry::new(NAME, q, k, v, self.causal)?;
         let partitions = self.plan(&geometry)?;
-        if !q.device().is_cpu() {
-            gpu::plan(&geometry, &partitions, self.softmax_scale, self.route)?;
+        match q.device() {
+            Device::Cpu => {}
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => {
+                cuda::planned(self, &geometry, None, device, &Resulting::Attention)?;
+            }
+            _ => {
+                gpu::plan(&geometry, &partitions, self.softmax_scale, self.route)?;
+            }
         }
         Ok(geometry)
     }
@@ -275,6 +284,7 @@ impl CustomOp3 for Op {
         Ok((storage, q_l.shape().clone()))
     }
 
+    #[cfg(not(feature = "cuda"))]
     fn cuda_fwd(
         &self,
         _: &CudaStorage,
@@ -285,6 +295,25 @@ impl CustomOp3 for Op {
         _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         Err(no_code_for(NAME, "q, k and v", "CUDA"))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_l: &Layout,
+        k: &CudaStorage,
+        k_l: &Layout,
+        v: &CudaStorage,
+        v_l: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        use candle::backend::BackendStorage;
+        let inputs = [(q_l, q.dtype()), (k_l, k.dtype()), (v_l, v.dtype())];
+        let [q_in, k_in, v_in] = inputs;
+        let geometry =
+            AttentionGeometry::from_layouts(NAME, q_in, k_in, v_in, self.settings.causal)?;
+        let inputs = [q, k, v];
+        cuda::forward(&self.settings, &geometry, None, q_l, &inputs, &self.result)
     }
 
     #[cfg(not(feature = "metal"))]

@@ -3,7 +3,7 @@
 use crate::backend::no_code_for;
 use candle::backend::BackendStorage;
 use candle::{bail, CpuStorage, CudaStorage, CustomOp3, DType, Layout, MetalStorage};
-use candle::{Result, Shape, Storage, Tensor};
+use candle::{Device, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
 
 use super::store::Stored;
@@ -62,14 +62,22 @@ impl AttentionD512 {
         }
         keys.check(NAME, &geometry)?;
         let partitions = self.plan(&geometry)?;
-        if !q.device().is_cpu() {
-            super::gpu::plan_shared_kv(
-                &geometry,
-                keys,
-                &partitions,
-                self.softmax_scale,
-                self.route,
-            )?;
+        match q.device() {
+            Device::Cpu => {}
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => {
+                let result = Resulting::Attention;
+                super::cuda::planned(self, &geometry, Some(keys), device, &result)?;
+            }
+            _ => {
+                super::gpu::plan_shared_kv(
+                    &geometry,
+                    keys,
+                    &partitions,
+                    self.softmax_scale,
+                    self.route,
+                )?;
+            }
         }
         Ok(geometry)
     }
@@ -183,6 +191,7 @@ impl CustomOp3 for SharedKv {
         Ok((storage, q_l.shape().clone()))
     }
 
+    #[cfg(not(feature = "cuda"))]
     fn cuda_fwd(
         &self,
         _: &CudaStorage,
@@ -193,6 +202,26 @@ impl CustomOp3 for SharedKv {
         _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         Err(no_code_for(NAME, "q and v", "CUDA"))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_l: &Layout,
+        v: &CudaStorage,
+        v_l: &Layout,
+        weight: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let g = self.geometry((q.dtype(), q_l), (v.dtype(), v_l))?;
+        let (rows, _) = self.keys.tables().rows().storage_and_layout();
+        let Storage::Cuda(rows) = &*rows else {
+            bail!("{NAME}: the rotary tables are not on a CUDA device, q and v are");
+        };
+        let inputs = [q, v, weight, rows];
+        let keys = Some(&self.keys);
+        super::cuda::forward(&self.settings, &g, keys, q_l, &inputs, &self.result)
     }
 
     #[cfg(not(feature = "metal"))]

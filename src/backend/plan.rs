@@ -20,7 +20,7 @@ impl Plan {
     pub fn digest(&self) -> String {
         // Everything in a plan is plain data, so its debug form says all of it.
         let mut hash = Sha256::new().chain_update(format!("{self:?}"));
-        for source in Source::ALL {
+        for source in Source::METAL.into_iter().chain(Source::CUDA) {
             if self.passes.iter().any(|pass| pass.source == source) {
                 hash.update(source.whole());
             }
@@ -93,7 +93,16 @@ pub enum Slot {
     Scratch(usize),
 }
 
-/// A file of `metal/`.
+/// Whose kernels a plan names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    /// Those of `metal/`.
+    Metal,
+    /// Those of `cuda/`.
+    Cuda,
+}
+
+/// A file of `metal/` or `cuda/`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Source {
     /// The fused first pass.
@@ -110,14 +119,24 @@ pub enum Source {
     Projection,
     /// Norms, RoPE, 8-bit keys and values and pooled indexer keys of QSA.
     QsaPrep,
+    /// For CUDA: the fused first pass.
+    CudaD512,
+    /// For CUDA: the first pass on the matrix units.
+    CudaMatrix,
+    /// For CUDA: what is done with partial states.
+    CudaStates,
+    /// For CUDA: the fused projection.
+    CudaProjection,
+    /// For CUDA: what [`Source::QsaPrep`] is for.
+    CudaQsaPrep,
 }
 
 /// The header that every source includes.
 pub const GEM_H: &str = include_str!("../../metal/gem.h");
 
 impl Source {
-    /// Every file but the header.
-    pub const ALL: [Self; 7] = [
+    /// Every file of `metal/` but the header.
+    pub const METAL: [Self; 7] = [
         Self::AttentionD512,
         Self::AttentionStates,
         Self::AttentionMatrix,
@@ -125,6 +144,15 @@ impl Source {
         Self::AttentionStaged,
         Self::Projection,
         Self::QsaPrep,
+    ];
+
+    /// Every file of `cuda/` but the headers.
+    pub const CUDA: [Self; 5] = [
+        Self::CudaD512,
+        Self::CudaMatrix,
+        Self::CudaStates,
+        Self::CudaProjection,
+        Self::CudaQsaPrep,
     ];
 
     /// Its name.
@@ -137,6 +165,11 @@ impl Source {
             Self::AttentionStaged => "attention_staged.metal",
             Self::Projection => "projection.metal",
             Self::QsaPrep => "qsa_prep.metal",
+            Self::CudaD512 => "attention_d512.cu",
+            Self::CudaMatrix => "attention_matrix.cu",
+            Self::CudaStates => "attention_states.cu",
+            Self::CudaProjection => "projection.cu",
+            Self::CudaQsaPrep => "qsa_prep.cu",
         }
     }
 
@@ -148,9 +181,22 @@ impl Source {
             .as_slice())
     }
 
-    /// Its text with the header in its place.
+    /// Its text with its headers in their places.
     pub fn whole(self) -> String {
-        self.text().replace("#include \"gem.h\"", GEM_H)
+        let headers = [
+            (
+                "#include \"states.cuh\"",
+                include_str!("../../cuda/states.cuh"),
+            ),
+            ("#include \"ring.cuh\"", include_str!("../../cuda/ring.cuh")),
+            ("#include \"gem.cuh\"", include_str!("../../cuda/gem.cuh")),
+            ("#include \"../metal/gem.h\"", GEM_H),
+            ("#include \"gem.h\"", GEM_H),
+        ];
+        let text = self.text().to_string();
+        headers
+            .into_iter()
+            .fold(text, |text, (line, header)| text.replace(line, header))
     }
 
     /// Its text.
@@ -163,6 +209,11 @@ impl Source {
             Self::AttentionStaged => include_str!("../../metal/attention_staged.metal"),
             Self::Projection => include_str!("../../metal/projection.metal"),
             Self::QsaPrep => include_str!("../../metal/qsa_prep.metal"),
+            Self::CudaD512 => include_str!("../../cuda/attention_d512.cu"),
+            Self::CudaMatrix => include_str!("../../cuda/attention_matrix.cu"),
+            Self::CudaStates => include_str!("../../cuda/attention_states.cu"),
+            Self::CudaProjection => include_str!("../../cuda/projection.cu"),
+            Self::CudaQsaPrep => include_str!("../../cuda/qsa_prep.cu"),
         }
     }
 }

@@ -151,17 +151,87 @@ pub fn plan(g: &ProjectionGeometry, tile: Option<Tile>) -> Result<Plan> {
         .iter()
         .find(|known| (known.x, known.w) == (g.x.dtype, g.w.dtype))
     else {
-        bail!(
-            "{OP}: no kernel for xs of {:?} and a weight of {:?}, want xs in the dtype of the weight or in F32",
-            g.x.dtype,
-            g.w.dtype
-        );
+        return no_kernel(g);
     };
     let route = tile.map_or_else(|| rule(g.m, g.n), Route::Tiled);
     let pass = match route {
         Route::Decode => decode(g, entries)?,
         Route::Tiled(tile) => tiled(g, entries, tile)?,
     };
+    one_pass(g, pass)
+}
+
+fn rule(m: usize, n: usize) -> Route {
+    RULES
+        .iter()
+        .find(|rule| m <= rule.most_m && n <= rule.most_n)
+        .map_or(LARGE, |rule| rule.route)
+}
+
+/// The kernels of `cuda/`, of a pair of element types: for 1, 2, 4 and 8 rows of x.
+struct CudaEntries {
+    x: DType,
+    w: DType,
+    rows: [(usize, &'static str); 4],
+}
+
+macro_rules! cuda_entries {
+    ($x:ident, $w:ident, $name:literal) => {
+        CudaEntries {
+            x: DType::$x,
+            w: DType::$w,
+            rows: [
+                (1, concat!("projection_", $name, "_rows1")),
+                (2, concat!("projection_", $name, "_rows2")),
+                (4, concat!("projection_", $name, "_rows4")),
+                (DECODE_ROWS, concat!("projection_", $name, "_rows8")),
+            ],
+        }
+    };
+}
+
+static CUDA: [CudaEntries; 5] = [
+    cuda_entries!(F32, F32, "f32"),
+    cuda_entries!(F16, F16, "f16"),
+    cuda_entries!(BF16, BF16, "bf16"),
+    cuda_entries!(F32, F16, "f32_f16"),
+    cuda_entries!(F32, BF16, "f32_bf16"),
+];
+
+/// As [`plan`], for CUDA: blocks of 16 columns and up to 8 rows, whatever the shape.
+///
+/// # Errors
+///
+/// As [`plan`].
+pub fn plan_cuda(g: &ProjectionGeometry) -> Result<Plan> {
+    let Some(entries) = CUDA
+        .iter()
+        .find(|known| (known.x, known.w) == (g.x.dtype, g.w.dtype))
+    else {
+        return no_kernel(g);
+    };
+    let together = g.m.min(DECODE_ROWS).next_power_of_two();
+    let Some((rows, entry)) = entries.rows.iter().find(|(rows, _)| together == *rows) else {
+        return no_kernel(g);
+    };
+    let blocks = [g.n.div_ceil(16), g.m.div_ceil(*rows)];
+    let pass = Pass {
+        source: Source::CudaProjection,
+        entry,
+        buffers: buffers(),
+        params: params(g, 0)?,
+        threadgroups: [
+            narrow(OP, "blocks of weight rows", blocks[0])?,
+            narrow(OP, "blocks of rows of xs", blocks[1])?,
+            1,
+        ],
+        threads: 4 * LANES,
+        threadgroup_bytes: 0,
+    };
+    one_pass(g, pass)
+}
+
+fn one_pass(g: &ProjectionGeometry, pass: Pass) -> Result<Plan> {
     check_grid(OP, &pass)?;
     Ok(Plan {
         outputs: vec![Output {
@@ -173,11 +243,12 @@ pub fn plan(g: &ProjectionGeometry, tile: Option<Tile>) -> Result<Plan> {
     })
 }
 
-fn rule(m: usize, n: usize) -> Route {
-    RULES
-        .iter()
-        .find(|rule| m <= rule.most_m && n <= rule.most_n)
-        .map_or(LARGE, |rule| rule.route)
+fn no_kernel(g: &ProjectionGeometry) -> Result<Plan> {
+    bail!(
+        "{OP}: no kernel for xs of {:?} and a weight of {:?}, want xs in the dtype of the weight or in F32",
+        g.x.dtype,
+        g.w.dtype
+    )
 }
 
 /// A SIMD group owns 4 columns, a threadgroup has 2: many small ones, as no memory is shared.

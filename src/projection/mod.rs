@@ -228,6 +228,7 @@ impl CustomOp2 for Op {
         Ok((CpuStorage::F32(y), geometry.result_shape(x_l)))
     }
 
+    #[cfg(not(feature = "cuda"))]
     fn cuda_fwd(
         &self,
         _: &CudaStorage,
@@ -236,6 +237,20 @@ impl CustomOp2 for Op {
         _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         Err(no_code_for(NAME, "xs and the weight", "CUDA"))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_l: &Layout,
+        w: &CudaStorage,
+        w_l: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        use candle::backend::BackendStorage;
+        let geometry = ProjectionGeometry::from_layouts(NAME, (x_l, x.dtype()), (w_l, w.dtype()))?;
+        let y = crate::backend::cuda::run_one(&gpu::plan_cuda(&geometry)?, &[x, w])?;
+        Ok((y, geometry.result_shape(x_l)))
     }
 
     #[cfg(not(feature = "metal"))]

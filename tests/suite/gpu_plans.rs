@@ -7,7 +7,7 @@ use gem::attention::gpu::states::{self, StateSizes};
 use gem::attention::gpu::{plan_states, Route, Tiling};
 use gem::attention::plan::Partitions;
 use gem::attention::AttentionGeometry;
-use gem::backend::plan::{Binding, Plan, Slot};
+use gem::backend::plan::{Binding, Plan, Slot, Target};
 use gem::AttentionD512;
 use msl::Mode;
 use serde_json::{json, Value};
@@ -206,11 +206,11 @@ fn plans_for_a_gpu() {
         dim: 512,
     };
     let starts = tensors.map(|t| t.layout().start_offset() as u64);
-    let finish = states::finish(sizes, starts, DType::BF16).unwrap();
+    let finish = states::finish(Target::Metal, sizes, starts, DType::BF16).unwrap();
     writer.add("finish of given states".into(), &finish, &tensors);
-    let merge = states::merge(sizes, starts).unwrap();
+    let merge = states::merge(Target::Metal, sizes, starts).unwrap();
     writer.add("merge of given states".into(), &merge, &tensors);
-    let log_sum_exp = states::log_sum_exp(16, 7, [starts[0], starts[1]]).unwrap();
+    let log_sum_exp = states::log_sum_exp(Target::Metal, 16, 7, [starts[0], starts[1]]).unwrap();
     writer.add(
         "log_sum_exp of given states".into(),
         &log_sum_exp,

@@ -17,6 +17,9 @@ mod cli;
 mod common;
 mod concurrency;
 mod config;
+#[cfg(feature = "cuda")]
+mod cuda_device;
+mod cuda_plans;
 #[path = "../../examples/bench/admit.rs"]
 mod example_admit;
 #[allow(dead_code, reason = "the program uses all of it")]

@@ -119,12 +119,12 @@ fn what_a_gpu_would_not_take_is_refused_with_its_reason() -> Result<()> {
     let wide = Tensor::zeros((1, 4, 9, 516), DType::F32, &Device::Cpu)?;
     insta::assert_snapshot!(
         refusal(planned(&q, &wide.narrow(3, 1, 512)?, &wide.narrow(3, 0, 512)?, 1, STAGED)),
-        @"attention_d512: k starts at element 1 with strides [18576, 4644, 516], want multiples of 4 on a GPU"
+        @"attention_d512: k starts at element 1 with strides [18576, 4644, 516], want multiples of 4 on Metal"
     );
     let odd = Tensor::zeros((1, 32, 1, 514), DType::F32, &Device::Cpu)?.narrow(3, 0, 512)?;
     insta::assert_snapshot!(
         refusal(planned(&odd, &kv, &kv, 1, STAGED)),
-        @"attention_d512: q starts at element 0 with strides [16448, 514, 514], want multiples of 4 on a GPU"
+        @"attention_d512: q starts at element 0 with strides [16448, 514, 514], want multiples of 4 on Metal"
     );
     let prompt = shaped([1, 32, 4096, 512], DType::F32)?;
     insta::assert_snapshot!(

@@ -9,6 +9,7 @@ use gem::attention::partial::EMPTY_MAX;
 use gem::attention::plan::Partitions;
 use gem::attention::AttentionGeometry;
 use gem::backend::plan::Plan;
+use gem::backend::plan::Target;
 use gem::{AttentionD512, AttentionPartials};
 use msl::Mode;
 
@@ -34,11 +35,14 @@ impl OnMetal<'_> {
 
     fn merge(&self) -> AttentionPartials {
         let [_, batch, heads, q_len, dim] = self.dims();
-        unpacked(&self.run(states::merge), [1, batch, heads, q_len, dim])
+        unpacked(
+            &self.run(|sizes, starts| states::merge(Target::Metal, sizes, starts)),
+            [1, batch, heads, q_len, dim],
+        )
     }
 
     fn finish(&self, dtype: DType) -> Tensor {
-        let out = self.run(|sizes, starts| states::finish(sizes, starts, dtype));
+        let out = self.run(|sizes, starts| states::finish(Target::Metal, sizes, starts, dtype));
         out.reshape(&self.dims()[1..]).unwrap()
     }
 
@@ -46,7 +50,8 @@ impl OnMetal<'_> {
         let inputs = [self.0.max(), self.0.denominator()];
         let starts = inputs.map(|t| t.layout().start_offset() as u64);
         let sizes = self.sizes();
-        let plan = states::log_sum_exp(sizes.rows, sizes.partitions, starts).unwrap();
+        let plan =
+            states::log_sum_exp(Target::Metal, sizes.rows, sizes.partitions, starts).unwrap();
         run(&plan, &inputs, Mode::Checked).unwrap().0.remove(0)
     }
 

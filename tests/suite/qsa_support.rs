@@ -87,6 +87,12 @@ impl Rows {
         self.map(|t| t.force_contiguous())
     }
 
+    #[cfg(feature = "cuda")]
+    pub fn on(&self, device: &Device) -> Result<Self> {
+        // A view moves together with what it is a view of.
+        self.map(|t| t.to_device(device))
+    }
+
     pub fn q_as(&self, dtype: DType) -> Result<Self> {
         Ok(Self {
             q: self.q.to_dtype(dtype)?,

@@ -1,5 +1,6 @@
 //! Which kernels a GPU runs for a geometry, on which grid, with which scratch: the only place that knows.
 
+pub mod cuda;
 mod shared_kv;
 pub mod states;
 
@@ -7,7 +8,7 @@ use super::geometry::{AttentionGeometry, RowView, HEAD_DIM};
 use super::plan::Partitions;
 use crate::backend::limits::{check_grid, narrow};
 use crate::backend::params::{type_number, GemAttention, GemRows};
-use crate::backend::plan::{Binding, Output, Pass, Plan, Slot, Source};
+use crate::backend::plan::{Binding, Output, Pass, Plan, Slot, Source, Target};
 use candle::{bail, DType, Result};
 use states::{with_states, After, StateSizes};
 use Binding::{Read, Update, Write};
@@ -162,7 +163,7 @@ fn plan_then(
         _ => &F32,
     };
     let partitions = after.partitions(g, partitions)?;
-    let params = params(g, &partitions, softmax_scale)?.bytes();
+    let params = aligned_params(g, &partitions, softmax_scale)?.bytes();
     let sizes = Sizes::new(g, &partitions)?;
     let first = match (route, after) {
         (Route::Fused(tiling), _) => fused(&sizes, params, entries, tiling)?,
@@ -172,7 +173,7 @@ fn plan_then(
             bail!("{OP}: the staged route leaves no partial states, want the fused or the matrix route")
         }
     };
-    with_states(first, sizes.states, after)
+    with_states(first, sizes.states, after, Target::Metal)
 }
 
 /// Numbers of a grid, known to fit.
@@ -357,7 +358,7 @@ fn staged(g: &AttentionGeometry, s: &Sizes, params: &[u8], entries: &Entries) ->
     })
 }
 
-/// Kernels load four elements at a time, and a device may not take such a load anywhere.
+/// Its kernels load four elements at a time, and a device may not take such a load anywhere.
 fn check_alignment(name: &str, view: &RowView) -> Result<()> {
     let offsets = [
         view.start,
@@ -367,7 +368,7 @@ fn check_alignment(name: &str, view: &RowView) -> Result<()> {
     ];
     if offsets.iter().any(|offset| offset % 4 != 0) {
         bail!(
-            "{OP}: {name} starts at element {} with strides {:?}, want multiples of 4 on a GPU",
+            "{OP}: {name} starts at element {} with strides {:?}, want multiples of 4 on Metal",
             view.start,
             &offsets[1..]
         );
@@ -375,7 +376,8 @@ fn check_alignment(name: &str, view: &RowView) -> Result<()> {
     Ok(())
 }
 
-fn params(
+/// What Metal's kernels take.
+fn aligned_params(
     g: &AttentionGeometry,
     partitions: &Partitions,
     softmax_scale: f32,
@@ -383,6 +385,14 @@ fn params(
     for (name, view) in [("q", &g.q), ("k", &g.k), ("v", &g.v)] {
         check_alignment(name, view)?;
     }
+    params(g, partitions, softmax_scale)
+}
+
+fn params(
+    g: &AttentionGeometry,
+    partitions: &Partitions,
+    softmax_scale: f32,
+) -> Result<GemAttention> {
     let rows = |view: &RowView| GemRows {
         start: view.start,
         batch_stride: view.batch_stride,

@@ -2,13 +2,13 @@
 
 use super::super::keys::RotaryKeys;
 use super::{
-    first_pass_buffers, fused_grid, params, staged_bytes, tiling, with_states, After, Route, Sizes,
-    Tiling,
+    aligned_params, first_pass_buffers, fused_grid, staged_bytes, tiling, with_states, After,
+    Route, Sizes, Tiling,
 };
 use crate::attention::geometry::{AttentionGeometry, HEAD_DIM};
 use crate::attention::plan::Partitions;
-use crate::backend::params::GemSharedKv;
-use crate::backend::plan::{Pass, Plan, Source};
+use crate::backend::params::{GemAttention, GemSharedKv};
+use crate::backend::plan::{Pass, Plan, Source, Target};
 use candle::{bail, DType, Result};
 
 const OP: &str = "attention_d512_shared_kv";
@@ -111,27 +111,34 @@ fn plan_then(
     };
     keys.check(OP, g)?;
     let partitions = after.partitions(g, partitions)?;
-    let attention = params(g, &partitions, softmax_scale)?;
+    let attention = aligned_params(g, &partitions, softmax_scale)?;
     let sizes = Sizes::new(g, &partitions)?;
-    let pairs = keys.tables().pairs() as u32;
-    let row = 2 * pairs as u64;
-    let angles = keys.tables().rows().layout().start_offset() as u64 + keys.start() as u64 * row;
+    let params = shared_params(attention, keys);
     let (threadgroups, threads) = fused_grid(&sizes, tiling);
     let first = Pass {
         source: Source::AttentionSharedKv,
         entry,
         buffers: first_pass_buffers(4),
-        params: GemSharedKv {
-            attention,
-            weight: keys.weight().layout().start_offset() as u64,
-            angles,
-            pairs,
-            unused: 0,
-        }
-        .bytes(),
+        params: params.bytes(),
         threadgroups,
         threads,
-        threadgroup_bytes: staged_bytes(tiling, HEAD_DIM as u32 * sizes.element + 2 * pairs * 4),
+        threadgroup_bytes: staged_bytes(
+            tiling,
+            HEAD_DIM as u32 * sizes.element + 2 * params.pairs * 4,
+        ),
     };
-    with_states(first, sizes.states, after)
+    with_states(first, sizes.states, after, Target::Metal)
+}
+
+/// `attention` over the values, and where the keys' weight and angles are.
+pub(super) fn shared_params(attention: GemAttention, keys: &RotaryKeys) -> GemSharedKv {
+    let pairs = keys.tables().pairs();
+    let row = 2 * pairs as u64;
+    GemSharedKv {
+        attention,
+        weight: keys.weight().layout().start_offset() as u64,
+        angles: keys.tables().rows().layout().start_offset() as u64 + keys.start() as u64 * row,
+        pairs: pairs as u32,
+        unused: 0,
+    }
 }

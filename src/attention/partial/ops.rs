@@ -2,15 +2,18 @@
 
 use super::{check_state, finish_row, merge_row};
 use crate::attention::store::Stored;
+#[cfg(any(feature = "metal", feature = "cuda"))]
+use crate::{
+    attention::gpu::states::{self, StateSizes},
+    backend::plan::Target,
+};
 use candle::{bail, CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape};
 use half::{bf16, f16};
 use rayon::prelude::*;
+#[cfg(feature = "cuda")]
+use {crate::backend::cuda, candle::CudaStorage};
 #[cfg(feature = "metal")]
-use {
-    crate::attention::gpu::states::{self, StateSizes},
-    crate::backend::metal::run_one,
-    candle::MetalStorage,
-};
+use {crate::backend::metal, candle::MetalStorage};
 
 /// The three tensors as slices, states checked.
 struct States<'a> {
@@ -69,7 +72,7 @@ fn offsets(layout: &Layout) -> Result<(usize, usize)> {
 }
 
 /// What a plan for given states asks for: their sizes, and where each tensor begins.
-#[cfg(feature = "metal")]
+#[cfg(any(feature = "metal", feature = "cuda"))]
 fn given<const N: usize>(layouts: [&Layout; N], dim: usize) -> Result<(StateSizes, [u64; N])> {
     let (partitions, rows) = match layouts[0].dims() {
         [partitions, rows @ ..] => (*partitions, rows.iter().product()),
@@ -133,8 +136,24 @@ impl CustomOp3 for MergeStates {
         num_l: &Layout,
     ) -> Result<(MetalStorage, Shape)> {
         let (sizes, starts) = given([max_l, den_l, num_l], num_l.dims()[4])?;
-        let plan = states::merge(sizes, starts)?;
-        let out = run_one(&plan, &[max, denominator, numerator])?;
+        let plan = states::merge(Target::Metal, sizes, starts)?;
+        let out = metal::run_one(&plan, &[max, denominator, numerator])?;
+        Ok((out, Shape::from(sizes.rows * (2 + sizes.dim))))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        max: &CudaStorage,
+        max_l: &Layout,
+        denominator: &CudaStorage,
+        den_l: &Layout,
+        numerator: &CudaStorage,
+        num_l: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (sizes, starts) = given([max_l, den_l, num_l], num_l.dims()[4])?;
+        let plan = states::merge(Target::Cuda, sizes, starts)?;
+        let out = cuda::run_one(&plan, &[max, denominator, numerator])?;
         Ok((out, Shape::from(sizes.rows * (2 + sizes.dim))))
     }
 }
@@ -177,8 +196,24 @@ impl CustomOp3 for FinishStates {
         num_l: &Layout,
     ) -> Result<(MetalStorage, Shape)> {
         let (sizes, starts) = given([max_l, den_l, num_l], num_l.dims()[4])?;
-        let plan = states::finish(sizes, starts, self.dtype)?;
-        let out = run_one(&plan, &[max, denominator, numerator])?;
+        let plan = states::finish(Target::Metal, sizes, starts, self.dtype)?;
+        let out = metal::run_one(&plan, &[max, denominator, numerator])?;
+        Ok((out, Shape::from(&num_l.dims()[1..])))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        max: &CudaStorage,
+        max_l: &Layout,
+        denominator: &CudaStorage,
+        den_l: &Layout,
+        numerator: &CudaStorage,
+        num_l: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (sizes, starts) = given([max_l, den_l, num_l], num_l.dims()[4])?;
+        let plan = states::finish(Target::Cuda, sizes, starts, self.dtype)?;
+        let out = cuda::run_one(&plan, &[max, denominator, numerator])?;
         Ok((out, Shape::from(&num_l.dims()[1..])))
     }
 }
@@ -236,8 +271,22 @@ impl CustomOp2 for LogSumExp {
         den_l: &Layout,
     ) -> Result<(MetalStorage, Shape)> {
         let (sizes, starts) = given([max_l, den_l], 0)?;
-        let plan = states::log_sum_exp(sizes.rows, sizes.partitions, starts)?;
-        let out = run_one(&plan, &[max, denominator])?;
+        let plan = states::log_sum_exp(Target::Metal, sizes.rows, sizes.partitions, starts)?;
+        let out = metal::run_one(&plan, &[max, denominator])?;
+        Ok((out, Shape::from(&max_l.dims()[1..])))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        max: &CudaStorage,
+        max_l: &Layout,
+        denominator: &CudaStorage,
+        den_l: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (sizes, starts) = given([max_l, den_l], 0)?;
+        let plan = states::log_sum_exp(Target::Cuda, sizes.rows, sizes.partitions, starts)?;
+        let out = cuda::run_one(&plan, &[max, denominator])?;
         Ok((out, Shape::from(&max_l.dims()[1..])))
     }
 }

@@ -13,11 +13,25 @@ const SIMD_GROUPS: usize = 8;
 /// The one pass that makes everything. Its kernel has the row strides of k, v, ik and iq as constants, where they are those of
 /// tensors of their own (512, 512, 128, 512) or of one fused buffer (1152 without iq, 1664 with it).
 pub fn plan(g: &PrepGeometry) -> Plan {
+    let entry = metal_entry(g);
+    with_kernel(g, Source::QsaPrep, entry)
+}
+
+/// As [`plan`], for CUDA, where strides are parameters.
+pub fn plan_cuda(g: &PrepGeometry) -> Plan {
+    let entry = match g.q.dtype {
+        DType::F16 => "qsa_prep_f16",
+        _ => "qsa_prep_f32",
+    };
+    with_kernel(g, Source::CudaQsaPrep, entry)
+}
+
+fn metal_entry(g: &PrepGeometry) -> &'static str {
     let iq_stride = g.iq.as_ref().map(|iq| iq.row_stride);
     let strides = [g.k.row_stride, g.v.row_stride, g.ik.row_stride];
     let half = g.q.dtype == DType::F16;
     // Without iq nothing is read with its stride.
-    let entry = match (strides, iq_stride) {
+    match (strides, iq_stride) {
         ([512, 512, 128], None | Some(512)) if half => "qsa_prep_f16_separate",
         ([512, 512, 128], None | Some(512)) => "qsa_prep_f32_separate",
         ([1152, 1152, 1152], None) if half => "qsa_prep_f16_fused1152",
@@ -26,7 +40,10 @@ pub fn plan(g: &PrepGeometry) -> Plan {
         ([1664, 1664, 1664], None | Some(1664)) => "qsa_prep_f32_fused1664",
         _ if half => "qsa_prep_f16_strided",
         _ => "qsa_prep_f32_strided",
-    };
+    }
+}
+
+fn with_kernel(g: &PrepGeometry, source: Source, entry: &'static str) -> Plan {
     // What there is no iq for is not touched, but a kernel's argument must be bound.
     let (iq, qidx, scratch) = match g.iq {
         Some(_) => (Slot::Input(7), Slot::Output(7), vec![]),
@@ -36,7 +53,7 @@ pub fn plan(g: &PrepGeometry) -> Plan {
     let inputs = (0..7).map(Slot::Input).chain([iq]).map(Read);
     let pooling = (g.blocks() + 1).div_ceil(SIMD_GROUPS);
     let pass = Pass {
-        source: Source::QsaPrep,
+        source,
         entry,
         buffers: inputs.chain(outputs).collect(),
         params: params(g).bytes(),

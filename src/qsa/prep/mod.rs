@@ -162,6 +162,9 @@ fn execute(geometry: &PrepGeometry, operands: &[&Tensor]) -> Result<Vec<Storage>
         Some(Storage::Metal(_)) => on_metal(geometry, &storages),
         #[cfg(not(feature = "metal"))]
         Some(Storage::Metal(_)) => Err(no_code_for(NAME, "the inputs", "Metal")),
+        #[cfg(feature = "cuda")]
+        Some(Storage::Cuda(_)) => on_cuda(geometry, &storages),
+        #[cfg(not(feature = "cuda"))]
         Some(Storage::Cuda(_)) => Err(no_code_for(NAME, "the inputs", "CUDA")),
         None => bail!("{NAME}: a call without inputs"),
     }
@@ -178,4 +181,17 @@ fn on_metal(geometry: &PrepGeometry, storages: &[&Storage]) -> Result<Vec<Storag
         .collect::<Result<Vec<_>>>()?;
     let made = crate::backend::metal::run(&gpu::plan(geometry), &storages)?;
     Ok(made.into_iter().map(Storage::Metal).collect())
+}
+
+#[cfg(feature = "cuda")]
+fn on_cuda(geometry: &PrepGeometry, storages: &[&Storage]) -> Result<Vec<Storage>> {
+    let storages = storages
+        .iter()
+        .map(|storage| match storage {
+            Storage::Cuda(storage) => Ok(storage),
+            _ => bail!("{NAME}: an input is not on the CUDA device of the others"),
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let made = crate::backend::cuda::run(&gpu::plan_cuda(geometry), &storages)?;
+    Ok(made.into_iter().map(Storage::Cuda).collect())
 }

@@ -1,0 +1,120 @@
+//! Plans for CUDA: what a device must be able to launch, without one.
+
+use crate::attention_support::refusal;
+use candle::{DType, Device, Tensor};
+use gem::attention::gpu::cuda::{plan, Chip};
+use gem::attention::gpu::Route;
+use gem::attention::plan::Partitions;
+use gem::attention::AttentionGeometry;
+use gem::backend::plan::Plan;
+
+const H200: Chip = Chip {
+    multiprocessors: 132,
+    shared_bytes: 232_448,
+};
+
+fn geometry(
+    (batch, q_heads, kv_heads, q_len, kv_len): (usize, usize, usize, usize, usize),
+    q: DType,
+    kv: DType,
+) -> AttentionGeometry {
+    // One row, broadcast: the shape is what counts.
+    let tensor = |shape: (usize, usize, usize, usize), dtype| {
+        let row = Tensor::zeros((1, 1, 1, 512), dtype, &Device::Cpu).unwrap();
+        row.broadcast_as(shape).unwrap()
+    };
+    let q = tensor((batch, q_heads, q_len, 512), q);
+    let kv = tensor((batch, kv_heads, kv_len, 512), kv);
+    AttentionGeometry::new("attention_d512", &q, &kv, &kv, true).unwrap()
+}
+
+fn planned(g: &AttentionGeometry, chip: Chip, route: Route) -> candle::Result<Plan> {
+    let partitions = Partitions::new(g.kv_len, chip.partitions(g)).unwrap();
+    plan(g, None, chip, &partitions, 1.0, route, false)
+}
+
+#[test]
+fn one_block_of_a_long_decode_is_on_every_multiprocessor() {
+    let g = geometry((1, 32, 4, 1, 131_072), DType::BF16, DType::BF16);
+    let plan = planned(&g, H200, Route::default()).unwrap();
+    assert_eq!(plan.passes[0].threadgroups, [33, 4, 1]);
+    assert_eq!(plan.passes[0].entry, "attention_d512_matrix_bf16_rows8");
+    assert_eq!(plan.passes[1].entry, "attention_states_finish");
+    assert_eq!(plan.passes[1].threadgroups, [32, 4, 1]);
+}
+
+#[test]
+fn few_multiprocessors_idle_whatever_the_batch() {
+    for batch in 1..=70 {
+        let g = geometry((batch, 32, 4, 1, 65_536), DType::F32, DType::F32);
+        let plan = planned(&g, H200, Route::default()).unwrap();
+        let [partitions, heads, _] = plan.passes[0].threadgroups;
+        let turns = (partitions * heads).div_ceil(132);
+        let busy = (partitions * heads) as f64 / (turns * 132) as f64;
+        assert!(busy > 0.8, "batch {batch}: {partitions} partitions, {busy}");
+    }
+}
+
+#[test]
+fn a_short_sequence_is_not_cut_into_crumbs() {
+    let g = geometry((1, 32, 4, 1, 100), DType::F32, DType::F32);
+    assert_eq!(H200.partitions(&g), 4);
+    let g = geometry((1, 32, 4, 1, 1), DType::F32, DType::F32);
+    assert_eq!(H200.partitions(&g), 1);
+}
+
+#[test]
+fn every_plan_fits_the_shared_memory_and_the_threads_of_its_device() {
+    for shared_bytes in [232_448, 166_912, 101_376] {
+        let chip = Chip {
+            shared_bytes,
+            ..H200
+        };
+        for group in [1, 2, 4, 6, 8, 16, 40] {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                let g = geometry((1, group, 1, 1, 5000), dtype, dtype);
+                let first = &planned(&g, chip, Route::default()).unwrap().passes[0];
+                assert!(first.threadgroup_bytes <= shared_bytes, "{first:?}");
+                assert!(first.threads.is_multiple_of(32) && first.threads <= 256);
+                let together: u32 = first.entry.rsplit("rows").next().unwrap().parse().unwrap();
+                assert!(first.threadgroups[2] * together >= group as u32);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_matrix_units_are_for_half_types_in_one_type_and_rows_that_see_every_key() {
+    let entry = |g| planned(&g, H200, Route::default()).unwrap().passes[0].entry;
+    let shape = (1, 8, 1, 1, 100);
+    for (q, kv, want) in [
+        (DType::F16, DType::F16, "attention_d512_matrix_f16_rows8"),
+        (DType::F32, DType::F16, "attention_d512_partial_f16_rows8"),
+        (DType::F32, DType::F32, "attention_d512_partial_f32_rows8"),
+    ] {
+        assert_eq!(entry(geometry(shape, q, kv)), want);
+    }
+    let several = geometry((1, 8, 1, 2, 100), DType::BF16, DType::BF16);
+    assert_eq!(entry(several), "attention_d512_partial_bf16_rows16");
+}
+
+#[test]
+fn what_cuda_has_no_kernel_for_is_refused_with_the_reason() {
+    let f32s = geometry((1, 8, 1, 1, 100), DType::F32, DType::F32);
+    insta::assert_snapshot!(
+        refusal(planned(&f32s, H200, Route::Matrix)),
+        @"attention_d512: the matrix route is for f16 and bf16, got F32"
+    );
+    insta::assert_snapshot!(
+        refusal(planned(&f32s, H200, Route::Staged)),
+        @"attention_d512: CUDA has no kernels for Staged, want the default route or the matrix route"
+    );
+    let small = Chip {
+        shared_bytes: 10_000,
+        ..H200
+    };
+    insta::assert_snapshot!(
+        refusal(planned(&f32s, small, Route::default())),
+        @"attention_d512: a block needs 18944 bytes of shared memory, this device has 10000"
+    );
+}
