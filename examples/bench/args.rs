@@ -23,6 +23,10 @@ pub struct Args {
     #[arg(short = 'd', long, value_delimiter = ',', default_value = "0")]
     pub n_depth: Vec<usize>,
 
+    /// Fill caches with random rows instead of reading the tokens of context.
+    #[arg(long)]
+    pub fill: bool,
+
     /// Rounds.
     #[arg(short = 'r', long, default_value_t = 5, value_parser = at_least_one)]
     pub repetitions: usize,

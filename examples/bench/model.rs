@@ -66,13 +66,14 @@ pub fn run(
         for &path in paths {
             let mut cache = model.new_cache(path)?;
             cache.reserve(depth + args.n_prompt.iter().chain(&args.n_gen).max().unwrap_or(&0));
-            feed(
-                model,
-                &mut cache,
-                &tokens(model.config(), 0, depth),
-                args.prefill_chunk,
-                |at| progress(format!("{path}: context of {at} of {depth} tokens")),
-            )?;
+            let step = |at| progress(format!("{path}: context of {at} of {depth} tokens"));
+            match args.fill {
+                true => cache.fill(model.config(), depth, model.dtype(), model.device())?,
+                false => {
+                    let ids = tokens(model.config(), 0, depth);
+                    feed(model, &mut cache, &ids, args.prefill_chunk, step)?;
+                }
+            }
             contexts.push(cache);
         }
         let tests = args

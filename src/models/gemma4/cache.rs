@@ -5,7 +5,10 @@ use super::layer_cache::{self, LayerCache};
 use super::path::AttentionPath;
 use super::rope::Rope;
 use crate::attention::RotaryTables;
-use candle::{bail, DType, Device, Result};
+use candle::{bail, DType, Device, Result, Tensor};
+
+/// Tokens of a layer that [`Cache::fill`] makes at a time.
+const FILLED_AT_ONCE: usize = 4096;
 
 /// The caches of all layers for one batch of sequences of equal length, and the attention path that they run on.
 ///
@@ -259,6 +262,36 @@ impl Cache {
         })
     }
 
+    /// Takes `tokens` more tokens of normally distributed keys and values, as if they had been read: what a token after so much
+    /// context costs can be measured without reading it.
+    ///
+    /// # Errors
+    ///
+    /// As a forward pass: a context that is full, rows of another dtype or on another device than those held.
+    pub fn fill(
+        &mut self,
+        config: &Config,
+        tokens: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<()> {
+        self.check_model(config)?;
+        self.check_room(tokens)?;
+        for (layer, cache) in config.layers.iter().zip(&mut self.layers) {
+            for from in (0..tokens).step_by(FILLED_AT_ONCE) {
+                let count = FILLED_AT_ONCE.min(tokens - from);
+                let shape = (1, layer.num_key_value_heads, count, layer.head_dim);
+                let rows = || Tensor::randn(0f32, 1.0, shape, device)?.to_dtype(dtype);
+                match cache.holds_values_only() {
+                    true => cache.append_values(&rows()?).map(|_| ())?,
+                    false => cache.append(&rows()?, &rows()?).map(|_| ())?,
+                }
+            }
+        }
+        self.commit(tokens);
+        Ok(())
+    }
+
     /// Fails if `tokens` more tokens do not fit, or if the layers do not hold the same tokens.
     pub fn check_room(&self, tokens: usize) -> Result<()> {
         if tokens > self.max_context - self.len {
@@ -328,7 +361,6 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle::Tensor;
 
     #[test]
     fn layers_that_hold_different_tokens_are_refused_until_cleared() -> Result<()> {
