@@ -29,7 +29,14 @@ mod cuda {
         println!("cargo::rerun-if-env-changed=NVCC");
         let out = PathBuf::from(std::env::var("OUT_DIR")?);
         // As candle's kernels: asks nvidia-smi where the variable is not set.
-        let cap = cudaforge::detect_compute_cap()?.base();
+        let cap = cudaforge::detect_compute_cap()
+            .map_err(|why| {
+                format!("no compute capability ({why}), want nvidia-smi to run or CUDA_COMPUTE_CAP to be set, 90 for an H200")
+            })?
+            .base();
+        if cap < 80 {
+            return Err(format!("compute capability is {cap}, want at least 80").into());
+        }
         let started: Vec<(&str, Child)> = SOURCES
             .iter()
             .map(|&source| {
@@ -43,7 +50,13 @@ mod cuda {
                     .arg("-o")
                     .arg(out.join(format!("{source}.fatbin")))
                     .spawn();
-                child.map(|child| (source, child))
+                match child {
+                    Ok(child) => Ok((source, child)),
+                    Err(why) => Err(format!(
+                        "{} can't be run ({why}), want nvcc of the CUDA toolkit on the PATH, or NVCC or CUDA_HOME to say where it is",
+                        nvcc().display()
+                    )),
+                }
             })
             .collect::<Result<_, _>>()?;
         for (source, mut child) in started {

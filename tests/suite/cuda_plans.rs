@@ -5,8 +5,8 @@ use candle::{DType, Device, Tensor};
 use gem::attention::gpu::cuda::{plan, Chip};
 use gem::attention::gpu::Route;
 use gem::attention::plan::Partitions;
-use gem::attention::AttentionGeometry;
-use gem::backend::plan::Plan;
+use gem::attention::{AttentionGeometry, RotaryKeys, RotaryTables};
+use gem::backend::plan::{Plan, Source};
 
 const H200: Chip = Chip {
     multiprocessors: 132,
@@ -117,4 +117,70 @@ fn what_cuda_has_no_kernel_for_is_refused_with_the_reason() {
         refusal(planned(&f32s, small, Route::default())),
         @"attention_d512: a block needs 18944 bytes of shared memory, this device has 10000"
     );
+}
+
+/// Kernels as `cuda/*.cu` spells them, macros applied.
+fn kernels() -> Vec<String> {
+    let types = ["f32", "f16", "bf16"];
+    let mut all: Vec<String> = ["finish", "merge", "pack", "log_sum_exp"]
+        .map(|op| format!("attention_states_{op}"))
+        .into();
+    for rows in [4, 8, 16] {
+        for name in types {
+            all.push(format!("attention_d512_partial_{name}_rows{rows}"));
+            for blocks in [1, 2] {
+                all.push(format!(
+                    "attention_d512_shared_kv_partial_{name}_rows{rows}_blocks{blocks}"
+                ));
+            }
+        }
+    }
+    for rows in [8, 16] {
+        for name in &types[1..] {
+            all.push(format!("attention_d512_matrix_{name}_rows{rows}"));
+            all.push(format!("attention_d512_shared_kv_matrix_{name}_rows{rows}"));
+        }
+    }
+    all
+}
+
+#[test]
+fn rebuilt_keys_have_a_plan_for_every_type_and_number_of_pairs() {
+    let known = kernels();
+    for pairs in [0, 64, 128, 129, 256] {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for q_len in [1, 3] {
+                let g = geometry((1, 8, 1, q_len, 100), dtype, dtype);
+                let frequencies = vec![0.5; pairs];
+                let tables = RotaryTables::new(&frequencies, 100, &Device::Cpu).unwrap();
+                let weight = Tensor::ones(512, DType::F32, &Device::Cpu).unwrap();
+                let keys = RotaryKeys::new(&weight, &tables).unwrap();
+                let partitions = Partitions::new(100, 3).unwrap();
+                for states in [false, true] {
+                    let plan = plan(
+                        &g,
+                        Some(&keys),
+                        H200,
+                        &partitions,
+                        1.0,
+                        Route::default(),
+                        states,
+                    );
+                    for pass in plan.unwrap().passes {
+                        assert!(known.iter().any(|k| k == pass.entry), "{}", pass.entry);
+                        assert!(pass.threadgroup_bytes <= H200.shared_bytes);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_source_for_cuda_is_whole() {
+    for source in Source::CUDA {
+        let text = source.whole();
+        let local = text.lines().find(|line| line.starts_with("#include \""));
+        assert_eq!(local, None, "{}", source.file());
+    }
 }
