@@ -23,7 +23,7 @@ pub struct Args {
     #[arg(short = 'd', long, value_delimiter = ',', default_value = "0")]
     pub n_depth: Vec<usize>,
 
-    /// Fill caches with random rows instead of reading the tokens of context.
+    /// Fill caches with random rows instead of reading the tokens of context, all but the last.
     #[arg(long)]
     pub fill: bool,
 

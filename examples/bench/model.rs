@@ -67,13 +67,14 @@ pub fn run(
             let mut cache = model.new_cache(path)?;
             cache.reserve(depth + args.n_prompt.iter().chain(&args.n_gen).max().unwrap_or(&0));
             let step = |at| progress(format!("{path}: context of {at} of {depth} tokens"));
-            match args.fill {
-                true => cache.fill(model.config(), depth, model.dtype(), model.device())?,
-                false => {
-                    let ids = tokens(model.config(), 0, depth);
-                    feed(model, &mut cache, &ids, args.prefill_chunk, step)?;
-                }
-            }
+            // The last token is read in any case: what a path makes at its first token, rotary tables for one, is no part of a sample.
+            let filled = match args.fill {
+                true => depth.saturating_sub(1),
+                false => 0,
+            };
+            cache.fill(model.config(), filled, model.dtype(), model.device())?;
+            let ids = tokens(model.config(), filled, depth - filled);
+            feed(model, &mut cache, &ids, args.prefill_chunk, step)?;
             contexts.push(cache);
         }
         let tests = args
