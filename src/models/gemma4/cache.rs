@@ -275,7 +275,7 @@ impl Cache {
         dtype: DType,
         device: &Device,
     ) -> Result<()> {
-        self.check_model(config)?;
+        self.check_model(config, dtype, device)?;
         self.check_room(tokens)?;
         for (layer, cache) in config.layers.iter().zip(&mut self.layers) {
             for from in (0..tokens).step_by(FILLED_AT_ONCE) {
