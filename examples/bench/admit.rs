@@ -25,7 +25,7 @@ pub struct Admission {
     pub reasons: Vec<String>,
 }
 
-/// One decision for every arm but the first.
+/// One decision for every arm but the first; none if there is no other.
 pub fn decide(rows: &[Measured]) -> Vec<Admission> {
     let Some(first) = rows.first() else {
         return vec![];

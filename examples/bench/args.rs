@@ -1,6 +1,7 @@
 //! The command line: llama-bench's shape, candle's flag names.
 
 use crate::checkpoint::ModelFiles;
+use anyhow::{bail, Result};
 use clap::{Parser, ValueEnum};
 use std::path::PathBuf;
 
@@ -28,7 +29,7 @@ pub struct Args {
     pub fill: bool,
 
     /// Rounds.
-    #[arg(short = 'r', long, default_value_t = 5, value_parser = at_least_one)]
+    #[arg(short = 'r', long, default_value_t = 5, value_parser = rounds)]
     pub repetitions: usize,
 
     /// Arms, the first of which the others are compared with; reference, sdpa (Metal), fused and fused-kv; fused-pN (N partitions), fused-tile8, fused-heads2,
@@ -85,6 +86,36 @@ pub struct Args {
     pub cpu: bool,
 }
 
+impl Args {
+    /// What clap can't say.
+    pub fn check(&self) -> Result<()> {
+        if self.op.is_none() && self.n_prompt.iter().chain(&self.n_gen).all(|&n| n == 0) {
+            bail!("-p and -n are 0, want something to measure");
+        }
+        let twice = |name: &str, values: &[String]| match values
+            .iter()
+            .enumerate()
+            .find(|(i, value)| values[..*i].contains(value))
+        {
+            Some((_, value)) => bail!("{name} names {value} twice"),
+            None => Ok(()),
+        };
+        let text = |values: &[usize]| values.iter().map(usize::to_string).collect::<Vec<_>>();
+        twice("--attention", &self.attention)?;
+        twice("-p", &text(&self.n_prompt))?;
+        twice("-n", &text(&self.n_gen))?;
+        twice("-d", &text(&self.n_depth))?;
+        twice("--len", &text(&self.len))?;
+        // 32 GiB of keys a head in f32: more is a slip, and would end in an allocation that aborts.
+        match self.len.iter().find(|&&len| len > MOST_KEYS) {
+            Some(len) => bail!("--len is {len}, want at most {MOST_KEYS}"),
+            None => Ok(()),
+        }
+    }
+}
+
+const MOST_KEYS: usize = 1 << 24;
+
 #[derive(Debug, Clone, Copy, PartialEq, ValueEnum)]
 pub enum Op {
     Attention,
@@ -122,10 +153,17 @@ pub enum Output {
     Jsonl,
 }
 
-fn at_least_one(text: &str) -> Result<usize, String> {
+fn at_least_one(text: &str) -> std::result::Result<usize, String> {
     match text.parse() {
         Ok(0) => Err("want at least 1".into()),
         Ok(n) => Ok(n),
         Err(e) => Err(e.to_string()),
+    }
+}
+
+fn rounds(text: &str) -> std::result::Result<usize, String> {
+    match at_least_one(text)? {
+        n if n > 10_000 => Err("want at most 10000".into()),
+        n => Ok(n),
     }
 }

@@ -31,6 +31,12 @@ use std::time::Duration;
 
 fn main() -> Result<ExitCode> {
     let args = Args::parse();
+    args.check()?;
+    let plot = args
+        .plot
+        .as_deref()
+        .map(plot::Destination::open)
+        .transpose()?;
     let device = device(args.cpu)?;
     let dtype = match args.dtype {
         Some(dtype) => dtype.into(),
@@ -59,17 +65,17 @@ fn main() -> Result<ExitCode> {
     bar.finish_and_clear();
     let mut out = std::io::stdout().lock();
     report::print(&mut out, args.output, &setting, &rows)?;
-    if let Some(path) = &args.plot {
-        plot::draw(
-            path,
+    let status = match args.admit {
+        true => admit(&mut std::io::stderr(), &rows)?,
+        false => ExitCode::SUCCESS,
+    };
+    if let Some(plot) = plot {
+        plot.draw(
             &format!("{}, {}, {}", setting.model, setting.dtype, setting.device),
             &rows,
         )?;
     }
-    match args.admit {
-        true => admit(&mut std::io::stderr(), &rows),
-        false => Ok(ExitCode::SUCCESS),
-    }
+    Ok(status)
 }
 
 /// Says yes or no for each arm but the first, with the reasons.
@@ -83,6 +89,9 @@ fn admit(out: &mut impl Write, rows: &[measure::Row]) -> Result<ExitCode> {
         ratio_spread: row.ratio_spread,
     });
     let decisions = admit::decide(&measured.collect::<Vec<_>>());
+    if decisions.is_empty() {
+        writeln!(out, "there is no second arm to decide on")?;
+    }
     for decision in &decisions {
         match decision.reasons.as_slice() {
             [] => writeln!(out, "{}: yes", decision.arm)?,

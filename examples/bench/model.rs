@@ -4,7 +4,8 @@ use crate::args::Args;
 use crate::measure::{interleave, Arm, Row};
 use anyhow::{bail, Result};
 use candle::{DType, Device, Tensor};
-use gem::models::gemma4::{AttentionPath, Cache, Config, Model};
+use gem::attention::RotaryTables;
+use gem::models::gemma4::{AttentionPath, Cache, Config, LayerKind, Model, Rope};
 use std::time::Instant;
 
 /// What is read and said does not matter for time, but must lie in the vocabulary.
@@ -25,10 +26,9 @@ pub fn check(
 ) -> Result<Vec<AttentionPath>> {
     let most = args.n_prompt.iter().chain(&args.n_gen).max().unwrap_or(&0);
     for depth in &args.n_depth {
-        if depth + most > config.max_position_embeddings {
+        if depth.saturating_add(*most) > config.max_position_embeddings {
             bail!(
-                "{most} tokens after {depth} make {}, want at most the context of {}",
-                depth + most,
+                "{most} tokens after {depth}, want at most the context of {} in all",
                 config.max_position_embeddings
             );
         }
@@ -51,6 +51,22 @@ fn weight_bytes(config: &Config, dtype: DType) -> (u64, u64) {
         false => bytes(&[config.vocab_size, config.hidden_size]),
     };
     (all, all - looked_up)
+}
+
+/// Bytes of the keys and values that a token reads after `tokens` of context, and of the angles of rebuilt keys.
+fn read_rows(config: &Config, path: AttentionPath, tokens: usize, dtype: DType) -> u64 {
+    let layers = config.layers.iter().map(|layer| {
+        let row = layer.num_key_value_heads * layer.head_dim * dtype.size_in_bytes();
+        match layer.kind {
+            LayerKind::Sliding { window } => 2 * row * tokens.min(window),
+            LayerKind::Full if path == AttentionPath::FusedSharedKv => {
+                let frequencies = Rope::new(&layer.rope, layer.head_dim);
+                (row + RotaryTables::row_bytes(frequencies.inv_freq())) * tokens
+            }
+            LayerKind::Full => 2 * row * tokens,
+        }
+    });
+    layers.sum::<usize>() as u64
 }
 
 pub fn run(
@@ -114,15 +130,19 @@ fn arm<'a>(
     let (all, read) = weight_bytes(config, model.dtype());
     let caches = |tokens| {
         let (sliding, full) = Cache::planned_bytes(config, path, tokens, model.dtype());
-        (sliding + full) as u64
+        (sliding + full + Cache::planned_table_bytes(config, path, tokens)) as u64
     };
     let generates = kind == "tg";
     let ids = tokens(config, context.len(), count);
     Ok(Arm {
         name: path.name().to_string(),
         // A prompt reads the weights once a chunk: no bound for a token.
-        bytes: generates.then(|| read + caches(context.len() + count / 2)),
-        held_bytes: model.device().is_cpu().then_some(all),
+        bytes: generates
+            .then(|| read + read_rows(config, path, context.len() + count / 2, model.dtype())),
+        held_bytes: model
+            .device()
+            .is_cpu()
+            .then_some(all + context.table_bytes() as u64),
         planned_bytes: all + caches(context.len() + count),
         run: Box::new(move || {
             let mut cache = context.fork()?;

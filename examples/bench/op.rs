@@ -15,7 +15,7 @@ use std::time::Instant;
 const SCALE: f32 = 0.044_194_174;
 /// A sample runs the operator until it took so long, so that the clock and the threads do not matter.
 const LEAST_SECONDS: f64 = 20e-3;
-const MOST_CALLS: f64 = 2000.0;
+const MOST_CALLS: usize = 20_000;
 
 /// Heads of a full-attention layer.
 #[derive(Clone, Copy)]
@@ -112,6 +112,25 @@ fn rotary_keys(positions: usize, device: &Device) -> candle::Result<RotaryKeys> 
     )
 }
 
+/// Calls that take as long as a sample should, by doubling them until they do.
+fn enough(device: &Device, call: &dyn Fn() -> candle::Result<Tensor>) -> Result<usize> {
+    let mut calls = 1;
+    loop {
+        let start = Instant::now();
+        for _ in 0..calls {
+            call()?;
+        }
+        device.synchronize()?;
+        let seconds = start.elapsed().as_secs_f64();
+        if seconds >= LEAST_SECONDS || calls >= MOST_CALLS {
+            return Ok(calls);
+        }
+        // Not much further than it takes: the first calls are the slowest.
+        let wanted = (1.2 * LEAST_SECONDS / seconds * calls as f64).ceil() as usize;
+        calls = wanted.clamp(calls + 1, MOST_CALLS);
+    }
+}
+
 pub fn run(
     args: &Args,
     heads: Heads,
@@ -152,28 +171,29 @@ pub fn run(
         for (name, kernel) in &kernels {
             let (q, k, v, keys) = (&q, &k, &v, &keys);
             let kv_bytes = match kernel {
-                Kernel::SharedKv => bytes / 2,
+                Kernel::SharedKv => bytes / 2 + keys.tables().bytes() as u64,
                 _ => bytes,
             };
             let row_bytes = (q.elem_count() * dtype.size_in_bytes()) as u64;
-            let mut calls = 1;
+            let mut calls = None;
             arms.push(Arm {
                 name: name.clone(),
                 bytes: Some(kv_bytes),
                 planned_bytes: kv_bytes + 2 * row_bytes,
                 held_bytes: device.is_cpu().then_some(kv_bytes + row_bytes),
                 run: Box::new(move || {
+                    let call = || kernel.run(q, k, v, keys).map(std::hint::black_box);
+                    // The first sample warms up and says how many calls the others make.
+                    let calls = match calls {
+                        Some(calls) => calls,
+                        None => *calls.insert(enough(device, &call)?),
+                    };
                     let start = Instant::now();
                     for _ in 0..calls {
-                        std::hint::black_box(kernel.run(q, k, v, keys)?);
+                        call()?;
                     }
                     device.synchronize()?;
-                    let once = start.elapsed().as_secs_f64() / calls as f64;
-                    // The first sample warms up and says how many calls the others make.
-                    if calls == 1 {
-                        calls = (LEAST_SECONDS / once).ceil().clamp(1.0, MOST_CALLS) as usize;
-                    }
-                    Ok(once)
+                    Ok(start.elapsed().as_secs_f64() / calls as f64)
                 }),
             });
         }

@@ -4,15 +4,20 @@ use crate::measure::Row;
 use anyhow::{Context, Result};
 use plotters::coord::ranged1d::{Ranged, ValueFormatter};
 use plotters::prelude::*;
-use std::path::Path;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 
-const COLOURS: [RGBColor; 6] = [
+const COLOURS: [RGBColor; 9] = [
     RGBColor(120, 120, 120),
     RGBColor(200, 40, 40),
     RGBColor(40, 90, 200),
     RGBColor(40, 150, 80),
     RGBColor(140, 80, 170),
     RGBColor(200, 140, 20),
+    RGBColor(20, 160, 170),
+    RGBColor(110, 70, 30),
+    RGBColor(220, 90, 160),
 ];
 
 const WIDTH: u32 = 720;
@@ -28,15 +33,50 @@ fn distinct<T: PartialEq + Clone>(values: impl Iterator<Item = T>) -> Vec<T> {
     seen
 }
 
-pub fn draw(path: &Path, title: &str, rows: &[Row]) -> Result<()> {
+/// A file that can be written, so that no measurement is lost to one that can't.
+pub struct Destination {
+    path: PathBuf,
+    file: File,
+}
+
+impl Destination {
+    pub fn open(path: &Path) -> Result<Self> {
+        let mut options = File::options();
+        // What is there stays until there is something to put in its place.
+        let file = options.create(true).write(true).truncate(false).open(path);
+        Ok(Self {
+            path: path.to_path_buf(),
+            file: file.with_context(|| format!("--plot {}", path.display()))?,
+        })
+    }
+
+    pub fn draw(mut self, title: &str, rows: &[Row]) -> Result<()> {
+        let drawn = drawn(title, rows)?;
+        let mut write = || {
+            self.file.set_len(0)?;
+            self.file.write_all(drawn.as_bytes())
+        };
+        write().with_context(|| self.path.display().to_string())
+    }
+}
+
+fn drawn(title: &str, rows: &[Row]) -> Result<String> {
+    let mut svg = String::new();
+    draw(&mut svg, title, rows)?;
+    Ok(svg)
+}
+
+fn draw(svg: &mut String, title: &str, rows: &[Row]) -> Result<()> {
     let tests = distinct(rows.iter().map(|row| row.test.clone()));
-    let root = SVGBackend::new(path, (WIDTH, HEIGHT * tests.len() as u32)).into_drawing_area();
+    let root =
+        SVGBackend::with_string(svg, (WIDTH, HEIGHT * tests.len() as u32)).into_drawing_area();
     root.fill(&WHITE)?;
     for (area, test) in root.split_evenly((tests.len(), 1)).iter().zip(&tests) {
         let rows: Vec<&Row> = rows.iter().filter(|row| row.test == *test).collect();
         chart(area, &format!("{test}: {title}"), &rows)?;
     }
-    root.present().with_context(|| path.display().to_string())
+    root.present()?;
+    Ok(())
 }
 
 /// One axis: logarithmic over more than a decade, else from 0 on, so that there are always marks to read it by.

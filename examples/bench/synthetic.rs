@@ -16,6 +16,9 @@ const LAYERS_31B: usize = 60;
 pub fn config(shape: Shape, layers: Option<usize>, vocab: Option<usize>) -> Result<Config> {
     let Shape::Gemma31B = shape;
     let layers = layers.unwrap_or(LAYERS_31B);
+    if layers > LAYERS_31B {
+        candle::bail!("--layers is {layers}, want at most the {LAYERS_31B} of the shape");
+    }
     let kind = |from_the_end: usize| match from_the_end % PERIOD {
         0 => "full_attention",
         _ => "sliding_attention",
@@ -64,7 +67,7 @@ pub fn weights(dtype: DType, device: &Device) -> VarBuilder<'static> {
 
 struct Random;
 
-/// So many values, over and over: odd, so that no two rows are alike.
+/// So many values, over and over: odd, so that rows next to each other are not alike.
 const BLOCK: usize = 65_537;
 
 impl SimpleBackend for Random {

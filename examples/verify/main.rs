@@ -13,6 +13,7 @@ mod operators;
 mod receipt;
 mod resources;
 mod routes;
+mod sources;
 
 use anyhow::Result;
 use candle::utils::{cuda_is_available, metal_is_available};
@@ -82,11 +83,19 @@ impl Progress {
 fn main() -> Result<ExitCode> {
     let args = Args::parse();
     let mut table = Table::new();
-    match &args.check {
-        Some(folder) => check(folder, &mut table)?,
-        None => measure(&args, &mut table)?,
+    let ended = match &args.check {
+        Some(folder) => check(folder, &mut table),
+        None => measure(&args, &mut table),
+    };
+    // Gates that were passed before an error are told, too.
+    if ended.is_ok() || !table.verdicts.is_empty() {
+        table.print()?;
     }
-    table.print()
+    ended?;
+    Ok(match table.passed() {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    })
 }
 
 fn measure(args: &Args, table: &mut Table) -> Result<()> {
@@ -99,11 +108,13 @@ fn measure(args: &Args, table: &mut Table) -> Result<()> {
         weights,
         ..
     } = Checkpoint::open(&args.model)?;
+    model::check(&config, args.quick)?;
     let folder = match &args.receipts {
         Some(folder) => folder.clone(),
         None => PathBuf::from("verify-receipts").join(seconds_since_1970().to_string()),
     };
     let mut receipts = Receipts::create(&folder, settings.clone())?;
+    table.what = settings.to_string();
     let quick = args.quick;
     let steps = algebra::steps(quick)
         + resources::steps()
@@ -140,6 +151,7 @@ fn measure(args: &Args, table: &mut Table) -> Result<()> {
 
 fn check(folder: &std::path::Path, table: &mut Table) -> Result<()> {
     let mut receipts = Receipts::open(folder)?;
+    table.what = receipts.settings.to_string();
     let gates: [fn(&mut Receipts) -> Result<Verdict>; 5] = [
         Receipts::check::<algebra::Algebra>,
         Receipts::check::<resources::Resources>,
@@ -174,6 +186,8 @@ fn seconds_since_1970() -> u64 {
 
 /// What was decided, for people.
 struct Table {
+    /// Of which run.
+    what: String,
     verdicts: Vec<Verdict>,
     receipts: Option<PathBuf>,
 }
@@ -189,6 +203,7 @@ const GATES: [&str; 5] = [
 impl Table {
     fn new() -> Self {
         Self {
+            what: String::new(),
             verdicts: vec![],
             receipts: None,
         }
@@ -201,8 +216,14 @@ impl Table {
         refused
     }
 
-    fn print(&self) -> Result<ExitCode> {
+    fn passed(&self) -> bool {
+        let refused = |verdict: &Verdict| !verdict.refusals.is_empty();
+        self.verdicts.len() == GATES.len() && !self.verdicts.iter().any(refused)
+    }
+
+    fn print(&self) -> Result<()> {
         let mut out = std::io::stdout().lock();
+        writeln!(out, "{}\n", self.what)?;
         writeln!(out, "| gate | verdict | |\n|---|---|---|")?;
         for (i, gate) in GATES.into_iter().enumerate() {
             match self.verdicts.get(i) {
@@ -220,14 +241,6 @@ impl Table {
         if let Some(folder) = &self.receipts {
             eprintln!("receipts: {}", folder.display());
         }
-        let passed = self.verdicts.len() == GATES.len()
-            && self
-                .verdicts
-                .iter()
-                .all(|verdict| verdict.refusals.is_empty());
-        Ok(match passed {
-            true => ExitCode::SUCCESS,
-            false => ExitCode::FAILURE,
-        })
+        Ok(())
     }
 }

@@ -37,6 +37,78 @@ fn uniform(seed: u64, heads: usize, len: usize) -> Result<Tensor> {
     Tensor::from_vec(values, (1, heads, len, HEAD_DIM), &Device::Cpu)
 }
 
+/// Keys that every query head attends to by about a sixth each: a route that leaves one out, or reads another in its place, is
+/// far off at any length. The first, one in the middle, where partitions meet, and the last.
+fn heavy(kv_len: usize) -> [usize; 3] {
+    [0, kv_len / 2, kv_len - 1]
+}
+
+/// As [`inputs`], with [`heavy`] keys.
+pub fn weighted_inputs(seed: u64, g: Geometry, dtype: DType) -> Result<[Tensor; 3]> {
+    let [q, k, v] = inputs(seed, g, dtype)?;
+    let rows = heavy_rows(&q, g)?;
+    Ok([q, replaced(&k, &rows)?, v])
+}
+
+/// As [`weighted_inputs`], with values from which such keys follow.
+pub fn weighted_values(
+    seed: u64,
+    g: Geometry,
+    dtype: DType,
+    keys: &RotaryKeys,
+) -> Result<[Tensor; 2]> {
+    let [q, _, v] = inputs(seed, g, dtype)?;
+    let mut rows = heavy_rows(&q, g)?;
+    let weight = keys.weight().to_vec1::<f32>()?;
+    let (pairs, angles) = (
+        keys.tables().pairs(),
+        keys.tables().rows().to_vec2::<f32>()?,
+    );
+    for (i, row) in &mut rows {
+        let (cos, sin) = angles[*i % g.kv_len].split_at(pairs);
+        for j in 0..HEAD_DIM / 2 {
+            let (cos, sin) = if j < pairs {
+                (cos[j], sin[j])
+            } else {
+                (1.0, 0.0)
+            };
+            let (a, b) = (row[j], row[j + HEAD_DIM / 2]);
+            row[j] = (a * cos + b * sin) / weight[j];
+            row[j + HEAD_DIM / 2] = (b * cos - a * sin) / weight[j + HEAD_DIM / 2];
+        }
+    }
+    Ok([q, replaced(&v, &rows)?])
+}
+
+/// The rows of `(kv_heads * kv_len, 512)` that are heavy, by their index.
+fn heavy_rows(q: &Tensor, g: Geometry) -> Result<Vec<(usize, Vec<f32>)>> {
+    let group = g.q_heads / g.kv_heads;
+    let last = q.to_dtype(DType::F32)?.narrow(2, g.q_len - 1, 1)?;
+    let sums = last
+        .reshape((g.kv_heads, group, HEAD_DIM))?
+        .sum(1)?
+        .to_vec2::<f32>()?;
+    // A query scores its own part of the sum by about HEAD_DIM; the others of a key's score cancel out.
+    let score = (g.kv_len.max(4) as f32 / 2.0).ln();
+    let factor = score / (HEAD_DIM as f32 * SCALE);
+    let row = |head: usize, i: usize| {
+        let row: Vec<f32> = sums[head].iter().map(|x| x * factor).collect();
+        (head * g.kv_len + i, row)
+    };
+    Ok((0..g.kv_heads)
+        .flat_map(|head| heavy(g.kv_len).map(|i| row(head, i)))
+        .collect())
+}
+
+/// `t`, `(1, kv_heads, kv_len, 512)`, with these rows in place of its own.
+fn replaced(t: &Tensor, rows: &[(usize, Vec<f32>)]) -> Result<Tensor> {
+    let mut values = t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    for (i, row) in rows {
+        values[i * HEAD_DIM..(i + 1) * HEAD_DIM].copy_from_slice(row);
+    }
+    Tensor::from_vec(values, t.shape(), &Device::Cpu)?.to_dtype(t.dtype())
+}
+
 /// Of Gemma 4: 64 pairs of dimensions turn. Weights are between 1/2 and 3/2.
 pub fn rotary_keys(seed: u64, positions: usize) -> Result<RotaryKeys> {
     let frequencies: Vec<f64> = (0..HEAD_DIM / 8)

@@ -4,7 +4,7 @@ use crate::receipt::{sha256, Report, Settings};
 use crate::Progress;
 use anyhow::{Context, Result};
 use candle::Tensor;
-use gem::models::gemma4::{with_one_bos, AttentionPath, Config, Model};
+use gem::models::gemma4::{with_one_bos, AttentionPath, Config, LayerKind, Model};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 use tokenizers::Tokenizer;
@@ -58,6 +58,25 @@ const PATHS: [AttentionPath; 3] = [
 pub fn steps(quick: bool) -> u64 {
     let chunks = (boundary(quick) - BEFORE).div_ceil(CHUNK) + STEPS;
     (chunks * PATHS.len()) as u64
+}
+
+/// Refuses a model that the gates can't run on, before the first of them.
+pub fn check(config: &Config, quick: bool) -> Result<()> {
+    let needed = boundary(quick) - BEFORE + STEPS;
+    if config.max_position_embeddings < needed {
+        anyhow::bail!(
+            "the model has a context of {} tokens, want at least {needed}",
+            config.max_position_embeddings
+        );
+    }
+    if !config
+        .layers
+        .iter()
+        .any(|layer| layer.kind == LayerKind::Full)
+    {
+        anyhow::bail!("the model has no full-attention layer");
+    }
+    Ok(())
 }
 
 pub fn run(

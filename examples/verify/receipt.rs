@@ -3,6 +3,7 @@
 //! A digest tells an edited receipt from the one that was written. It is no signature: whoever can run this program can make
 //! receipts, of whatever machine.
 
+use crate::sources::CPU;
 use anyhow::{bail, Context, Result};
 use gem::backend::plan::Source;
 use serde::de::DeserializeOwned;
@@ -40,6 +41,24 @@ pub struct Settings {
     pub kernels: BTreeMap<String, String>,
 }
 
+impl std::fmt::Display for Settings {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        let Self {
+            version,
+            device,
+            machine,
+            threads,
+            seed,
+            ..
+        } = self;
+        let length = if self.quick { "quick" } else { "full" };
+        write!(
+            f,
+            "verify {version}, {length}, {device} of {machine}, {threads} threads, seed {seed}"
+        )
+    }
+}
+
 impl Settings {
     pub fn new(device: &candle::Device, quick: bool, seed: u64) -> Self {
         let name = match device {
@@ -71,7 +90,7 @@ impl Settings {
                 bail!("is of another {file} than the one in this program");
             }
         }
-        if self.kernels.len() != Source::METAL.len() {
+        if self.kernels.len() != kernels().len() {
             bail!("names kernels that this program does not have");
         }
         Ok(())
@@ -79,10 +98,10 @@ impl Settings {
 }
 
 fn kernels() -> BTreeMap<String, String> {
-    Source::METAL
-        .into_iter()
-        .map(|source| (source.file().to_string(), source.digest()))
-        .collect()
+    let gpu = Source::METAL.into_iter().chain(Source::CUDA);
+    let gpu = gpu.map(|source| (source.file().to_string(), source.digest()));
+    let cpu = CPU.map(|(path, text)| (path.to_string(), sha256(text.as_bytes())));
+    gpu.chain(cpu).collect()
 }
 
 #[derive(Serialize, Deserialize)]
@@ -129,6 +148,15 @@ impl Receipts {
 
     /// The set that is in `folder`.
     pub fn open(folder: &Path) -> Result<Self> {
+        for entry in std::fs::read_dir(folder).with_context(|| folder.display().to_string())? {
+            let path = entry?.path();
+            let known = crate::GATES.iter().enumerate().any(|(i, gate)| {
+                path.file_name() == Some(format!("{}-{gate}.json", i + 1).as_ref())
+            });
+            if !known {
+                bail!("{} is no receipt of a gate", path.display());
+            }
+        }
         let first = format!("1-{}.json", crate::FIRST_GATE);
         let path = folder.join(first);
         let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;

@@ -1,6 +1,7 @@
 //! The `verify` example as its users run it: five gates, receipts, and no edited receipt passes.
 
 use crate::common::example;
+use gem::attention::CpuKernel;
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -59,7 +60,7 @@ impl Copied {
             let text = std::fs::read_to_string(self.path(name)).unwrap();
             let mut receipt: serde_json::Value = serde_json::from_str(&text).unwrap();
             if name == file {
-                change(&mut receipt["report"]);
+                change(&mut receipt);
             }
             // The order of the keys is that of the program's, so the file is edited as text.
             let old = |key: &str| {
@@ -67,9 +68,30 @@ impl Copied {
                 receipt[key].as_str().unwrap().to_string()
             };
             let report_at = text.find("  \"report\": ").unwrap();
-            let head = text[..report_at].replace(
+            let changed = |head: String, key: &str| match receipt[key].as_str() {
+                Some(new) => head.replace(
+                    &format!("\"{key}\": \"{}\"", old(key)),
+                    &format!("\"{key}\": \"{new}\""),
+                ),
+                None => head,
+            };
+            let head = changed(text[..report_at].to_string(), "gate");
+            let old_previous = old("previous");
+            let unchanged = receipt["previous"] == old_previous.as_str();
+            let follows = match unchanged {
+                true => previous.clone(),
+                false => receipt["previous"].as_str().unwrap().to_string(),
+            };
+            let seed = |seed: &serde_json::Value| format!("\"seed\": {seed}");
+            let settings: serde_json::Value =
+                serde_json::from_str::<serde_json::Value>(&text).unwrap()["settings"].clone();
+            let head = head.replace(
+                &seed(&settings["seed"]),
+                &seed(&receipt["settings"]["seed"]),
+            );
+            let head = head.replace(
                 &format!("\"previous\": \"{}\"", old("previous")),
-                &format!("\"previous\": \"{previous}\""),
+                &format!("\"previous\": \"{follows}\""),
             );
             let report = serde_json::to_string(&receipt["report"]).unwrap();
             let body = |digest: &str| {
@@ -99,6 +121,7 @@ fn a_quick_run_passes_every_gate_and_no_changed_receipt_is_believed() {
         let passed = format!("| {gate} | passed | ");
         assert!(out.stdout.contains(&passed), "{}", out.stdout);
     }
+    check_contents(made.path());
     let again = check(made.path());
     assert!(again.success, "{}{}", again.stdout, again.stderr);
     assert_eq!(again.stdout, out.stdout);
@@ -127,7 +150,7 @@ fn a_quick_run_passes_every_gate_and_no_changed_receipt_is_believed() {
         assert!(out.stderr.contains("was edited"), "{file}: {}", out.stderr);
     }
 
-    // A file that is not there, and one of another run.
+    // A file that is not there.
     for file in FILES {
         let copied = Copied::new(made.path());
         std::fs::remove_file(copied.path(file)).unwrap();
@@ -137,7 +160,7 @@ fn a_quick_run_passes_every_gate_and_no_changed_receipt_is_believed() {
 
     // The digests right, the contents not: nothing is taken on trust.
     type Change = fn(&mut serde_json::Value);
-    let forged: [(&str, &str, Change); 15] = [
+    let forged: [(&str, &str, Change); 17] = [
         ("1-algebra.json", "NMSE", |r| {
             r["cases"][1]["agreement"]["nmse"] = 1.0.into()
         }),
@@ -168,6 +191,12 @@ fn a_quick_run_passes_every_gate_and_no_changed_receipt_is_believed() {
         ("3-operators.json", "not finite", |r| {
             r["cases"][7]["to_oracle"]["finite"] = false.into()
         }),
+        ("3-operators.json", "has an NMSE", |r| {
+            r["cases"][1]["to_baseline"]["nmse"] = 1e-9.into()
+        }),
+        ("3-operators.json", "is off by", |r| {
+            r["cases"][1]["to_oracle"]["max_abs_error"] = 1e-3.into()
+        }),
         ("3-operators.json", "not measured", |r| {
             drop(r["cases"].as_array_mut().unwrap().remove(9))
         }),
@@ -186,7 +215,7 @@ fn a_quick_run_passes_every_gate_and_no_changed_receipt_is_believed() {
     ];
     for (file, why, change) in forged {
         let copied = Copied::new(made.path());
-        copied.forge(file, change);
+        copied.forge(file, |receipt| change(&mut receipt["report"]));
         let out = check(copied.0.path());
         assert!(!out.success, "{file}: {why}");
         let refused = out
@@ -200,14 +229,107 @@ fn a_quick_run_passes_every_gate_and_no_changed_receipt_is_believed() {
     copied.forge("1-algebra.json", |_| ());
     assert!(check(copied.0.path()).success);
 
+    // Of another run, another gate, other settings.
+    for (change, why) in [
+        (
+            (|r| r["previous"] = "0".repeat(64).into()) as Change,
+            "does not follow",
+        ),
+        (|r| r["gate"] = "model".into(), "is a receipt of model"),
+        (|r| r["settings"]["seed"] = 7.into(), "other settings"),
+    ] {
+        let copied = Copied::new(made.path());
+        copied.forge("3-operators.json", change);
+        let out = check(copied.0.path());
+        assert!(
+            !out.success && out.stderr.contains(why),
+            "{why}: {}",
+            out.stderr
+        );
+        // What came before is told.
+        assert!(
+            out.stdout.contains("| resources | passed |"),
+            "{}",
+            out.stdout
+        );
+    }
+    let copied = Copied::new(made.path());
+    std::fs::write(copied.path("6-extra.json"), "{}").unwrap();
+    let out = check(copied.0.path());
+    assert!(
+        !out.success && out.stderr.contains("6-extra.json is no receipt"),
+        "{}",
+        out.stderr
+    );
+
     // A missing or an unknown field.
     for change in [
         (|r| drop(r.as_object_mut().unwrap().remove("partitions"))) as Change,
         |r| r["note"] = "".into(),
     ] {
         let copied = Copied::new(made.path());
-        copied.forge("1-algebra.json", change);
+        copied.forge("1-algebra.json", |receipt| change(&mut receipt["report"]));
         assert!(!check(copied.0.path()).success);
+    }
+}
+
+/// The receipts are of every kernel that this machine has, and of comparisons that were really made.
+fn check_contents(folder: &Path) {
+    let read = |file: &str| -> serde_json::Value {
+        serde_json::from_str(&std::fs::read_to_string(folder.join(file)).unwrap()).unwrap()
+    };
+    let operators = read("3-operators.json");
+    let report = &operators["report"];
+    let kernels = CpuKernel::ALL.into_iter().filter(|k| k.is_available());
+    let names = |kind: &str| {
+        let name = |k: CpuKernel| format!("{kind}-{k:?}").to_lowercase();
+        kernels.clone().map(name).collect::<Vec<_>>()
+    };
+    let want = [
+        vec!["reference".to_string()],
+        names("fused"),
+        names("shared-kv"),
+    ]
+    .concat();
+    assert_eq!(report["arms"], serde_json::json!(want));
+    let algebra = read("1-algebra.json");
+    let measured = algebra["report"]["cases"].as_array().unwrap();
+    for kernel in kernels.clone() {
+        assert!(measured
+            .iter()
+            .any(|case| case["kernel"] == format!("{kernel:?}")));
+    }
+    // Plain ops and the op err each in their own way, keys that are rebuilt and stored ones too.
+    let nmse = |arm: &str, to: &str| {
+        let cases = report["cases"].as_array().unwrap();
+        let found = cases
+            .iter()
+            .find(|case| case["arm"] == arm && case["dtype"] == "f32" && case["kv_len"] == 8192);
+        found.unwrap()[to]["nmse"].as_f64().unwrap()
+    };
+    assert_eq!(nmse("reference", "to_baseline"), 0.0);
+    let (plain, fused) = (
+        nmse("reference", "to_oracle"),
+        nmse("fused-portable", "to_oracle"),
+    );
+    assert!(plain > 0.0 && fused > 0.0 && plain != fused);
+    assert!(nmse("fused-portable", "to_baseline") != fused);
+    assert!(nmse("shared-kv-portable", "to_oracle") != fused);
+    // Every file that a CPU runs is bound.
+    let bound = &operators["settings"]["kernels"];
+    for folder in [
+        "src/attention/cpu",
+        "src/attention/partial",
+        "src/cpu",
+        "src/projection/cpu",
+    ] {
+        for file in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(folder)).unwrap() {
+            let name = file.unwrap().file_name().into_string().unwrap();
+            assert!(
+                bound[format!("{folder}/{name}")].is_string(),
+                "{folder}/{name}"
+            );
+        }
     }
 }
 
