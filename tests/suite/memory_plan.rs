@@ -136,10 +136,10 @@ fn the_peak_of_a_run_is_what_was_planned_and_the_program() {
             .map(|peak| (peak as f64, plan.total() as f64))
     };
     for attention in ["reference", "fused"] {
-        // Code, tokenizer, threads and the mapped file: 60 MiB of them here.
+        // Code, tokenizer, threads and the mapped file are 60 MiB here; the rest is what the allocator keeps of what was freed.
         if let Some((peak, plan)) = peak(attention) {
             assert!(
-                plan < 1.05 * peak && peak < plan + 64e6,
+                plan < 1.05 * peak && peak < plan + 128e6,
                 "{attention}: {plan} {peak}"
             );
         }

@@ -3,6 +3,8 @@
 
 use crate::common::model::paths;
 use crate::common::trained_model;
+use crate::gguf_support::made;
+use candle::quantized::GgmlDType;
 use candle::{DType, Device, Tensor};
 use gem::models::gemma4::{
     generate, AttentionPath, Cache, Config, Finish, Model, StopTokens, Weights,
@@ -230,6 +232,37 @@ fn the_secret_is_found_in_values_alone_up_to_16384_tokens() {
             let path = AttentionPath::FusedSharedKv;
             assert_secret_is_found_by(&[path], &trained, length, chunk, depth);
             println!("{dtype:?}, {length} tokens in chunks of {chunk}: found by {path}");
+        }
+    }
+}
+
+/// Whether this path says the three words of an 8,192-token prompt.
+fn finds_the_secret(trained: &Trained, path: AttentionPath, seed: u64) -> bool {
+    let (prompt, want) = secret(&tokenizer(), 8192, 0.4, seed);
+    let (logits, cache) = trained.prefill(path, &prompt, 1024);
+    trained.answer(logits, cache, want.len()) == want
+}
+
+/// `cargo test --release -- --ignored --nocapture the_secret_is_found_in_quantized_weights`
+#[test]
+#[ignore = "takes minutes"]
+fn the_secret_is_found_in_quantized_weights_at_8192_tokens() {
+    for (stored, least) in [
+        (GgmlDType::Q8_0, 4),
+        (GgmlDType::Q6K, 4),
+        (GgmlDType::Q4_0, 0),
+    ] {
+        let (_file, gguf) = made(&trained_model(), stored);
+        let trained = Trained {
+            model: Model::from_gguf(&gguf, DType::F32, &Device::Cpu).unwrap(),
+            ..load(DType::F32)
+        };
+        for path in paths(&trained.model) {
+            let found = (0..4)
+                .filter(|&seed| finds_the_secret(&trained, path, seed))
+                .count();
+            println!("{stored:?}, {path}: {found} of 4 found");
+            assert!(found >= least, "{stored:?}, {path}: {found} of 4 found");
         }
     }
 }
