@@ -58,8 +58,9 @@ fn main() -> Result<ExitCode> {
         None => {
             let paths = model::check(&args, source.config(), dtype, &device)?;
             progress("loading".to_string());
+            let weights = source.weight_bytes(dtype);
             let model = source.load(dtype, &device)?;
-            model::run(&args, &model, &paths, &progress)?
+            model::run(&args, &model, weights, &paths, &progress)?
         }
     };
     bar.finish_and_clear();
@@ -142,6 +143,15 @@ impl Source {
         match self {
             Self::Checkpoint { config, .. } | Self::Synthetic { config, .. } => config,
         }
+    }
+
+    /// Bytes of all weights, and of those that a token reads.
+    fn weight_bytes(&self, dtype: DType) -> (u64, u64) {
+        let held = match self {
+            Self::Checkpoint { weights, .. } => weights.held_bytes(dtype),
+            Self::Synthetic { .. } => None,
+        };
+        model::weight_bytes(self.config(), dtype, held)
     }
 
     fn load(self, dtype: DType, device: &Device) -> Result<Model> {

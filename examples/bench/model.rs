@@ -42,15 +42,18 @@ pub fn check(
 }
 
 /// Bytes of all weights, and of those that a token reads: the embedding counts once, as the head.
-fn weight_bytes(config: &Config, dtype: DType) -> (u64, u64) {
+pub fn weight_bytes(config: &Config, dtype: DType, held: Option<u64>) -> (u64, u64) {
     let bytes = |shape: &[usize]| (shape.iter().product::<usize>() * dtype.size_in_bytes()) as u64;
     let shapes = config.tensor_shapes();
-    let all: u64 = shapes.iter().map(|(_, shape)| bytes(shape)).sum();
+    let elements: u64 = shapes.iter().map(|(_, shape)| bytes(shape)).sum();
+    let all = held.unwrap_or(elements);
     let looked_up = match config.tie_word_embeddings {
         true => 0,
         false => bytes(&[config.vocab_size, config.hidden_size]),
     };
-    (all, all - looked_up)
+    // Of a quantized embedding, its share of the elements.
+    let share = looked_up as f64 / elements as f64;
+    (all, all - (share * all as f64) as u64)
 }
 
 /// Bytes of the keys and values that a token reads after `tokens` of context, and of the angles of rebuilt keys.
@@ -72,6 +75,7 @@ fn read_rows(config: &Config, path: AttentionPath, tokens: usize, dtype: DType) 
 pub fn run(
     args: &Args,
     model: &Model,
+    weights: (u64, u64),
     paths: &[AttentionPath],
     progress: &dyn Fn(String),
 ) -> Result<Vec<Row>> {
@@ -103,7 +107,7 @@ pub fn run(
             let arms = paths
                 .iter()
                 .zip(&contexts)
-                .map(|(path, context)| arm(args, model, *path, context, kind, count));
+                .map(|(path, context)| arm(args, model, weights, *path, context, kind, count));
             let step = |arm: &str| progress(format!("{test} after {depth} tokens, {arm}"));
             rows.extend(interleave(
                 &test,
@@ -121,13 +125,13 @@ pub fn run(
 fn arm<'a>(
     args: &'a Args,
     model: &'a Model,
+    (all, read): (u64, u64),
     path: AttentionPath,
     context: &'a Cache,
     kind: &str,
     count: usize,
 ) -> Result<Arm<'a>> {
     let config = model.config();
-    let (all, read) = weight_bytes(config, model.dtype());
     let caches = |tokens| {
         let (sliding, full) = Cache::planned_bytes(config, path, tokens, model.dtype());
         (sliding + full + Cache::planned_table_bytes(config, path, tokens)) as u64
