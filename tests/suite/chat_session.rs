@@ -1,20 +1,12 @@
 //! A conversation with the trained model as its users hold it: turns on stdin, answers on stdout.
 
-use crate::common::{example, trained_model};
+use crate::common::{self, trained_model};
 use std::io::{Read, Write};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 
 fn start(args: &[&str]) -> Child {
-    Command::new(example("gemma4"))
-        .arg("--chat")
-        .args(args)
-        .env("RUST_BACKTRACE", "0")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap()
+    common::start("gemma4", &[&["--chat"], args].concat())
 }
 
 /// Status, stdout, stderr.

@@ -1,8 +1,7 @@
 //! The `gemma4` example as its users run it: text on stdout, everything else on stderr, an exit status that tells.
 
-use crate::common::{example, trained_model};
+use crate::common::{self, trained_model};
 use std::io::Write;
-use std::process::{Command, Stdio};
 
 struct Output {
     success: bool,
@@ -15,14 +14,7 @@ fn gemma4(args: &[&str]) -> Output {
 }
 
 fn gemma4_with_stdin(args: &[&str], stdin: &str) -> Output {
-    let mut child = Command::new(example("gemma4"))
-        .args(args)
-        .env("RUST_BACKTRACE", "0")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child = common::start("gemma4", args);
     child
         .stdin
         .take()

@@ -1,10 +1,11 @@
 //! Plans for a real GPU: with their inputs, and what the harness makes of them, in files that `tests/gpu` runs.
 
 use crate::attention_support::{inputs, SCALE};
+use crate::metal_attention::routes;
 use crate::metal_support::{run, Call};
 use candle::{DType, IndexOp, Tensor};
 use gem::attention::gpu::states::{self, StateSizes};
-use gem::attention::gpu::{plan_states, Route, Tiling};
+use gem::attention::gpu::{plan_states, Route};
 use gem::attention::plan::Partitions;
 use gem::attention::AttentionGeometry;
 use gem::backend::plan::{Binding, Plan, Slot, Target};
@@ -114,26 +115,6 @@ impl Writer {
         std::fs::write(self.folder.join("cases.json"), text).unwrap();
         println!("{} cases in {}", self.cases.len(), self.folder.display());
     }
-}
-
-fn routes() -> [Route; 8] {
-    let fused = |tokens, heads, stage| {
-        Route::Fused(Tiling {
-            tokens,
-            heads,
-            stage,
-        })
-    };
-    [
-        fused(4, 1, true),
-        fused(4, 1, false),
-        fused(8, 1, true),
-        fused(8, 1, false),
-        fused(4, 2, true),
-        fused(4, 2, false),
-        Route::Matrix,
-        Route::Staged,
-    ]
 }
 
 /// A view of a larger cache that holds NaN everywhere else.

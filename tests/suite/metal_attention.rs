@@ -16,7 +16,7 @@ fn fused(tokens: u32, heads: u32, stage: bool) -> Route {
     })
 }
 
-fn routes() -> [Route; 8] {
+pub fn routes() -> [Route; 8] {
     [
         fused(4, 1, true),
         fused(4, 1, false),

@@ -5,7 +5,7 @@
 
 use super::shared_kv::shared_params;
 use super::states::{with_states, After};
-use super::{first_pass_buffers, params, Route, Sizes, LANES, OP};
+use super::{first_pass_buffers, one_kv_dtype, params, Route, Sizes, LANES, OP};
 use crate::attention::geometry::{AttentionGeometry, HEAD_DIM};
 use crate::attention::keys::RotaryKeys;
 use crate::attention::plan::Partitions;
@@ -132,13 +132,7 @@ pub fn plan(
     route: Route,
     states: bool,
 ) -> Result<Plan> {
-    if g.k.dtype != g.v.dtype {
-        bail!(
-            "{OP}: k is {:?} and v {:?}, want one dtype for both on a GPU",
-            g.k.dtype,
-            g.v.dtype
-        );
-    }
+    one_kv_dtype(g)?;
     let family = match route {
         Route::Matrix => match Family::matrix_refusal(g) {
             None => Family::Matrix,

@@ -143,13 +143,8 @@ pub fn plan_states(
     plan_then(g, partitions, softmax_scale, route, After::Pack)
 }
 
-fn plan_then(
-    g: &AttentionGeometry,
-    partitions: &Partitions,
-    softmax_scale: f32,
-    route: Route,
-    after: After,
-) -> Result<Plan> {
+/// No GPU kernel reads keys and values of different types.
+fn one_kv_dtype(g: &AttentionGeometry) -> Result<()> {
     if g.k.dtype != g.v.dtype {
         bail!(
             "{OP}: k is {:?} and v {:?}, want one dtype for both on a GPU",
@@ -157,6 +152,17 @@ fn plan_then(
             g.v.dtype
         );
     }
+    Ok(())
+}
+
+fn plan_then(
+    g: &AttentionGeometry,
+    partitions: &Partitions,
+    softmax_scale: f32,
+    route: Route,
+    after: After,
+) -> Result<Plan> {
+    one_kv_dtype(g)?;
     let entries = match g.k.dtype {
         DType::F16 => &F16,
         DType::BF16 => &BF16,

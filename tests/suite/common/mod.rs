@@ -10,10 +10,23 @@ pub mod oracle;
 pub use error::{message, message_in};
 
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 
 /// The folder of the trained model that the repository ships.
 pub fn trained_model() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny-gemma4")
+}
+
+/// An example on its way, with pipes to all three of its streams.
+pub fn start(name: &str, args: &[&str]) -> Child {
+    Command::new(example(name))
+        .args(args)
+        .env("RUST_BACKTRACE", "0")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
 }
 
 /// An example as a program: cargo builds them beside the tests.
