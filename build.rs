@@ -14,9 +14,10 @@ mod cuda {
     use std::path::PathBuf;
     use std::process::{Child, Command};
 
-    const SOURCES: [&str; 5] = [
+    const SOURCES: [&str; 6] = [
         "attention_d512",
         "attention_matrix",
+        "attention_tiled",
         "attention_states",
         "projection",
         "qsa_prep",

@@ -13,46 +13,12 @@
 // rotated in registers, since the elements of a pair lie in the same place of two fragments, and multiplied as
 // tf32, split in two.
 
+#include "mma.cuh"
 #include "states.cuh"
 
 #define TILE 16
 #define ROWS 8                              // query rows of a warp
 #define STEPS (GEM_DIM / 16)                // products over the dimensions
-#define PITCH (GEM_DIM * 2 + 16)            // bytes from row to row: eight rows fall into different banks
-
-template <typename T>
-struct Half;
-
-template <>
-struct Half<bfloat> {
-    static constexpr float SCALE = 1;
-    __device__ static uint pack(float a, float b) {
-        const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
-        return *(const uint *)&both;
-    }
-    __device__ static float2 unpack(uint both) { return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000)); }
-    __device__ static void multiply(float (&sum)[4], const uint (&a)[4], uint b0, uint b1) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-};
-
-template <>
-struct Half<half> {
-    // Weights are at most 1: the small ones must not fall out of the range of f16.
-    static constexpr float SCALE = 4096;
-    __device__ static uint pack(float a, float b) {
-        const __half2 both = __floats2half2_rn(a, b);
-        return *(const uint *)&both;
-    }
-    __device__ static float2 unpack(uint both) { return __half22float2(*(const __half2 *)&both); }
-    __device__ static void multiply(float (&sum)[4], const uint (&a)[4], uint b0, uint b1) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-};
 
 __device__ __forceinline__ void multiply_tf32(float (&sum)[4], float a0, float a1, float a2, float a3, uint b0, uint b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -61,19 +27,6 @@ __device__ __forceinline__ void multiply_tf32(float (&sum)[4], float a0, float a
 }
 
 __device__ __forceinline__ float tf32_part(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000); }
-
-// 16 x 16 of rows that lie in shared memory; `address` is that of a lane's row.
-__device__ __forceinline__ void load_matrices(uint (&a)[4], uint address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(address));
-}
-
-__device__ __forceinline__ void load_transposed(uint (&a)[4], uint address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(address));
-}
 
 __device__ __forceinline__ uint transpose(uint a) {
     uint b;
@@ -134,7 +87,7 @@ __device__ void first_pass(const uchar *q, const T *k, const T *v, float *maxima
     const uint angle_pitch = 8 * pairs + 32;
     const uint team = warp / TEAM;
     const uint member = warp % TEAM;
-    Ring ring(shared, header, TILE * (REBUILT ? PITCH + angle_pitch : PITCH), team, teams);
+    Ring ring(shared, header, TILE * (REBUILT ? HALF_PITCH + angle_pitch : HALF_PITCH), team, teams);
     typedef typename Fragment<REBUILT>::Type Query;
     Query *const fragments = (Query *)(shared + BARRIER_BYTES);
     float *const weight = (float *)(shared + BARRIER_BYTES + TEAM * FRAGMENT_BYTES(REBUILT));
@@ -151,9 +104,9 @@ __device__ void first_pass(const uchar *q, const T *k, const T *v, float *maxima
 
     // Keys and values take turns in the slots; rebuilt keys come with their values.
     const Rows tensors[2] = {
-        REBUILT ? Rows(table, rotary->angles + begin * (2ul * pairs), 2 * pairs, 2 * pairs, 4, angle_pitch, TILE * PITCH, false)
-                : Rows(k, gem_head(p.k, batch, kv_head) + begin * p.k.row_stride, p.k.row_stride, GEM_DIM, 2, PITCH, 0, true),
-        Rows(v, gem_head(p.v, batch, kv_head) + begin * p.v.row_stride, p.v.row_stride, GEM_DIM, 2, PITCH, 0, true)};
+        REBUILT ? Rows(table, rotary->angles + begin * (2ul * pairs), 2 * pairs, 2 * pairs, 4, angle_pitch, TILE * HALF_PITCH, false)
+                : Rows(k, gem_head(p.k, batch, kv_head) + begin * p.k.row_stride, p.k.row_stride, GEM_DIM, 2, HALF_PITCH, 0, true),
+        Rows(v, gem_head(p.v, batch, kv_head) + begin * p.v.row_stride, p.v.row_stride, GEM_DIM, 2, HALF_PITCH, 0, true)};
     uint next = 0;      // item for the next free slot
     const auto fill = [&](uint slot) {
         const uint tile = team + (REBUILT ? next : next / 2) * teams;
@@ -241,8 +194,8 @@ __device__ void first_pass(const uchar *q, const T *k, const T *v, float *maxima
     // Of a product's rows, columns: lane has rows lane / 4 and that + 8, columns 2 (lane % 4) and that + 1.
     const uint column = 2 * (lane % 4);
     const float scale[2] = {p.softmax_scale * scales[member * ROWS + column], p.softmax_scale * scales[member * ROWS + column + 1]};
-    const uint key_lane = lane % 16 * PITCH + lane / 16 * 16;
-    const uint value_lane = (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
+    const uint key_lane = lane % 16 * HALF_PITCH + lane / 16 * 16;
+    const uint value_lane = (lane % 8 + lane / 16 * 8) * HALF_PITCH + lane / 8 % 2 * 16;
     float out[STEPS][4];
 #pragma unroll
     for (uint d = 0; d < STEPS; d++) {
@@ -273,7 +226,7 @@ __device__ void first_pass(const uchar *q, const T *k, const T *v, float *maxima
 #pragma unroll
                 for (uint r = 0; r < 4; r++) {
                     const uint pair = 16 * step + column + r / 2 * 8;
-                    const float *angles = (const float *)(at + TILE * PITCH + (lane / 4 + r % 2 * 8) * angle_pitch) + pair;
+                    const float *angles = (const float *)(at + TILE * HALF_PITCH + (lane / 4 + r % 2 * 8) * angle_pitch) + pair;
                     const float2 c = *(const float2 *)angles;
                     const float2 s = *(const float2 *)(angles + pairs);
                     const float2 wx = *(const float2 *)(weight + pair);

@@ -19,7 +19,7 @@ pub(super) fn planned(
     let states = matches!(result, Resulting::Partials);
     // The states that a caller gets are cut alike on every device.
     let settings = match settings.partitions {
-        None if !states => settings.partitions(chip.partitions(g)),
+        None if !states => settings.partitions(chip.partitions(g, keys)),
         _ => *settings,
     };
     let partitions = settings.plan(g)?;

@@ -24,7 +24,7 @@ const NAME: &str = "attention_d512_shared_kv";
 ///
 /// Types, layouts and causality are those of `attention_d512`. Keys are rebuilt a tile at a time, once for all query heads of a KV
 /// head, never as a whole. On the CPU, with f32 values, they have the bits of keys that were stored, and so has the result. With
-/// half types keys are not rounded to the type, as stored ones would be.
+/// half types keys are not rounded to the type, as stored ones would be; but on CUDA those of many query rows (a prompt) are.
 ///
 /// # Errors
 ///

@@ -123,6 +123,8 @@ pub enum Source {
     CudaD512,
     /// For CUDA: the first pass on the matrix units.
     CudaMatrix,
+    /// For CUDA: the first pass of many query rows on the matrix units.
+    CudaTiled,
     /// For CUDA: what is done with partial states.
     CudaStates,
     /// For CUDA: the fused projection.
@@ -147,9 +149,10 @@ impl Source {
     ];
 
     /// Every file of `cuda/` but the headers.
-    pub const CUDA: [Self; 5] = [
+    pub const CUDA: [Self; 6] = [
         Self::CudaD512,
         Self::CudaMatrix,
+        Self::CudaTiled,
         Self::CudaStates,
         Self::CudaProjection,
         Self::CudaQsaPrep,
@@ -167,6 +170,7 @@ impl Source {
             Self::QsaPrep => "qsa_prep.metal",
             Self::CudaD512 => "attention_d512.cu",
             Self::CudaMatrix => "attention_matrix.cu",
+            Self::CudaTiled => "attention_tiled.cu",
             Self::CudaStates => "attention_states.cu",
             Self::CudaProjection => "projection.cu",
             Self::CudaQsaPrep => "qsa_prep.cu",
@@ -189,6 +193,7 @@ impl Source {
                 include_str!("../../cuda/states.cuh"),
             ),
             ("#include \"ring.cuh\"", include_str!("../../cuda/ring.cuh")),
+            ("#include \"mma.cuh\"", include_str!("../../cuda/mma.cuh")),
             ("#include \"gem.cuh\"", include_str!("../../cuda/gem.cuh")),
             ("#include \"../metal/gem.h\"", GEM_H),
             ("#include \"gem.h\"", GEM_H),
@@ -211,6 +216,7 @@ impl Source {
             Self::QsaPrep => include_str!("../../metal/qsa_prep.metal"),
             Self::CudaD512 => include_str!("../../cuda/attention_d512.cu"),
             Self::CudaMatrix => include_str!("../../cuda/attention_matrix.cu"),
+            Self::CudaTiled => include_str!("../../cuda/attention_tiled.cu"),
             Self::CudaStates => include_str!("../../cuda/attention_states.cu"),
             Self::CudaProjection => include_str!("../../cuda/projection.cu"),
             Self::CudaQsaPrep => include_str!("../../cuda/qsa_prep.cu"),

@@ -7,7 +7,8 @@
 //! The weight is packed once, and one product writes one f32 buffer of which every result is a view: one launch instead of
 //! one per block, xs is read once, and half-precision weights are never rounded on the way. On the CPU the bits of
 //! an element depend on its row of xs and its row of w alone, on Metal also on whether the call has more than 8 rows; so a block
-//! gives exactly what it would give on its own.
+//! gives exactly what it would give on its own. Not so on CUDA, where most calls are one product of cuBLAS, which chooses its
+//! kernel by the shape.
 
 mod cpu;
 pub mod geometry;
@@ -205,6 +206,12 @@ fn find<'a>(blocks: &'a [Block], name: &str) -> Result<&'a Block> {
     }
 }
 
+/// `xs` `(rows, hidden)` times every row of `weight`, f32 `(rows, weight rows)`: a product that widens no weight.
+pub(crate) fn product(xs: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    ProjectionGeometry::new(NAME, xs, weight)?;
+    xs.apply_op2(weight, Op { cpu_kernel: None })
+}
+
 struct Op {
     cpu_kernel: Option<CpuKernel>,
 }
@@ -249,7 +256,10 @@ impl CustomOp2 for Op {
     ) -> Result<(CudaStorage, Shape)> {
         use candle::backend::BackendStorage;
         let geometry = ProjectionGeometry::from_layouts(NAME, (x_l, x.dtype()), (w_l, w.dtype()))?;
-        let y = crate::backend::cuda::run_one(&gpu::plan_cuda(&geometry)?, &[x, w])?;
+        let y = match gpu::cuda_route(&geometry)? {
+            gpu::CudaRoute::Kernels(plan) => crate::backend::cuda::run_one(&plan, &[x, w])?,
+            gpu::CudaRoute::Library => crate::backend::cuda::gemm(NAME, &geometry, x, w)?,
+        };
         Ok((y, geometry.result_shape(x_l)))
     }
 

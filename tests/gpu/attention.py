@@ -10,7 +10,7 @@ import torch
 import driver
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-SOURCES = ["attention_d512", "attention_matrix", "attention_states"]
+SOURCES = ["attention_d512", "attention_matrix", "attention_tiled", "attention_states"]
 TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 NAMES = {t: n for n, t in TYPES.items()}
 NUMBERS = {"f32": 0, "f16": 1, "bf16": 2}
@@ -30,9 +30,9 @@ class Kernels:
         self._modules = {s: driver.Module((folder / f"cuda-{s}.cubin").read_bytes()) for s in SOURCES}
 
     def __getitem__(self, name):
-        # attention_d512_partial_.., attention_d512_shared_kv_partial_.. and the same with matrix, attention_states_..
-        source = "attention_states" if "_states_" in name else "attention_matrix" if "_matrix_" in name else "attention_d512"
-        return self._modules[source].function(name)
+        # attention_d512_partial_.., attention_d512_shared_kv_partial_.. and the same with matrix and tiled, attention_states_..
+        kinds = [kind for kind in ("states", "matrix", "tiled") if f"_{kind}_" in name]
+        return self._modules[f"attention_{kinds[0]}" if kinds else "attention_d512"].function(name)
 
 
 def rows(t):
@@ -43,49 +43,59 @@ def storage(t):
     return t.untyped_storage().data_ptr()
 
 
-def header(matrix, team, rebuilt):
+# The f32 units, the matrix units for a few query rows that see every key, and for many.
+FAMILIES = ["partial", "matrix", "tiled"]
+
+
+def header(family, team, rebuilt):
     """Shared memory before the slots."""
-    if not matrix:
+    if family == "partial":
         return 512 + 2048
+    if family == "tiled":
+        return 512 + 2 * 64 * 80 + 3 * 64 * 4 + 64 * 1040 + (32 * 1040 if rebuilt else 0)
     return 512 + team * ((16384 if rebuilt else 8192) + 64) + 2048
 
 
-def slot(matrix, element, pairs):
-    if matrix:
+def slot(family, element, pairs):
+    if family == "matrix":
         return 16 * (1040 + (8 * pairs + 32 if pairs else 0))
+    if family == "tiled":
+        return 32 * (1040 + 8 * pairs)
     return 8 * (512 * element + 8 * pairs)
 
 
 class Attention:
     """softmax(q k^T * scale) v; with `keys` = (weight, angles, first position), k is rebuilt from v."""
 
-    def __init__(self, kernels, q, k, v, scale=1.0, partitions=33, matrix=False, warps=8, slots=None, causal=False, keys=None, out=None):
+    def __init__(self, kernels, q, k, v, scale=1.0, partitions=33, family="partial", warps=8, slots=None, causal=False, keys=None, out=None):
         batch, heads, q_len, _ = q.shape
         kv_heads, kv_len = v.shape[1], v.shape[2]
         group = heads // kv_heads
         need = group * q_len
-        own = 8 if matrix else 4
-        together = own
+        own = {"partial": 4, "matrix": 8, "tiled": 8}[family]
+        together = 64 if family == "tiled" else own
         while together < need and together < 16:
             together *= 2
         team = together // own
         teams = max(1, warps // team)
         pairs = keys[1].shape[1] // 2 if keys else 0
-        before, size = header(matrix, team, bool(keys)), slot(matrix, v.element_size(), pairs)
+        before, size = header(family, team, bool(keys)), slot(family, v.element_size(), pairs)
         most = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
         while teams > 1 and min((most - before) // size, 32) // teams == 0:
             teams -= 1
         self.slots = slots or min((most - before) // size, 32) // teams
-        self.shared = before + max(self.slots * teams * size, teams * together * (516 * 4 + 12))
+        merged = 0 if family == "tiled" else teams * together * (516 * 4 + 12)
+        self.shared = before + max(self.slots * teams * size, merged)
         assert self.slots > 0 and self.shared <= most, (self.slots, self.shared, most)
         number = NUMBERS[NAMES[q.dtype]]
         params = rows(q) + rows(v if keys else k) + rows(v)
         params += struct.pack(
             "<11If", batch, heads, kv_heads, group, q_len, kv_len, causal, partitions, -(-kv_len // partitions), number, number, scale
         )
-        family = ("shared_kv_" if keys else "") + ("matrix" if matrix else "partial")
-        blocks = f"_blocks{1 if pairs <= 128 else 2}" if keys and not matrix else ""
-        self.name = f"attention_d512_{family}_{NAMES[v.dtype]}_rows{together}{blocks}"
+        blocks = f"_blocks{1 if pairs <= 128 else 2}" if keys and family == "partial" else ""
+        self.whole = family == "tiled" and partitions == 1 and not out
+        size = ("_whole" if self.whole else "") if family == "tiled" else f"_rows{together}{blocks}"
+        self.name = f"attention_d512_{'shared_kv_' if keys else ''}{family}_{NAMES[v.dtype]}{size}"
         self.first_kernel, self.finish_kernel = kernels[self.name], kernels["attention_states_finish"]
         self.grid = (partitions, batch * kv_heads, -(-need // together))
         self.threads = 32 * team * teams
@@ -108,9 +118,12 @@ class Attention:
 
     def first(self):
         stream = torch.cuda.current_stream().cuda_stream
-        driver.launch(self.first_kernel, self.grid, self.threads, self.shared, self.inputs + self.states + [self.params], stream)
+        outputs = [self.out.data_ptr()] if self.whole else self.states
+        driver.launch(self.first_kernel, self.grid, self.threads, self.shared, self.inputs + outputs + [self.params], stream)
 
     def finish(self):
+        if self.whole:
+            return
         stream = torch.cuda.current_stream().cuda_stream
         arguments = self.states + [self.out.data_ptr(), self.finish_params]
         driver.launch(self.finish_kernel, (self.rows, 4, 1), 128, 0, arguments, stream)

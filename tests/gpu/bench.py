@@ -1,8 +1,8 @@
 """How long attention_d512 takes on an NVIDIA GPU, beside what PyTorch has, in one interleaved run. Needs PyTorch and nvcc.
 
-    python3 tests/gpu/bench.py [--cubins FOLDER] [--lengths 8192 65536 131072] [--types f32 bf16]
+    python3 tests/gpu/bench.py [--cubins FOLDER] [--lengths 8192 65536 131072] [--types f32 bf16] [--prompts 512/8704]
 
-Batch 1, 32 query heads on 4 KV heads, one query row; every call is a replay of a CUDA graph over enough sets of inputs to leave the
+Batch 1, 32 query heads on 4 KV heads, one query row or the last rows of a prompt; every call is a replay of a CUDA graph over enough sets of inputs to leave the
 L2 cache. Percent: bytes of the cache, each once, over time, of the copy bandwidth measured first.
 """
 
@@ -75,7 +75,7 @@ def case(kernels, dtype, kv_len, bandwidth, rounds):
         for _ in range(max(1, min(16, 600_000_000 // cache)))
     ]
     keys = (torch.rand(512, device="cuda") + 0.5, tables(kv_len), 0)
-    chosen = dict(matrix=dtype != "f32")
+    chosen = dict(family="partial" if dtype == "f32" else "matrix")
     if kv_len < 33 * 32:
         chosen["partitions"] = -(-kv_len // 32)
     calls = {
@@ -105,11 +105,45 @@ def case(kernels, dtype, kv_len, bandwidth, rounds):
     torch.cuda.empty_cache()
 
 
+def prompt(kernels, dtype, q_len, kv_len, rounds):
+    """The last q_len rows of kv_len, causal."""
+    q, k, v = [(torch.randn(1, heads, rows, 512, device="cuda") * scale).to(TYPES[dtype]) for heads, rows, scale in ((32, q_len, 0.05), (4, kv_len, 1), (4, kv_len, 1))]
+    keys = (torch.rand(512, device="cuda") + 0.5, tables(kv_len), 0)
+    seen = torch.arange(kv_len, device="cuda")[None, :] <= (kv_len - q_len + torch.arange(q_len, device="cuda"))[:, None]
+    mask = torch.zeros(q_len, kv_len, device="cuda", dtype=q.dtype).masked_fill(~seen, -torch.inf)
+
+    def grouped():
+        scores = q.view(1, 4, 8 * q_len, 512) @ k.transpose(-1, -2)
+        weights = torch.softmax(scores.view(1, 4, 8, q_len, kv_len) + mask, -1)
+        return (weights.view(1, 4, 8 * q_len, kv_len) @ v).view(q.shape)
+
+    # As many partitions as keep 132 multiprocessors busy.
+    blocks = -(-8 * q_len // 64) * 4
+    chosen = dict(family="tiled", causal=True, partitions=max(1, 132 // blocks))
+    calls = {
+        "gem": Attention(kernels, q, k, v, **chosen),
+        "gem, keys from values": Attention(kernels, q, None, v, keys=keys, **chosen),
+        "gem, f32 units": Attention(kernels, q, k, v, causal=True, partitions=chosen["partitions"]),
+        "grouped matmul": grouped,
+        "sdpa, mask, enable_gqa": lambda: F.scaled_dot_product_attention(q, k, v, mask, scale=1.0, enable_gqa=True),
+    }
+    wants = {False: oracle(q, k, v, causal=True), True: oracle(q, rebuilt(v, keys), v, causal=True)}
+    results = interleaved({name: [call] for name, call in calls.items()}, rounds)
+    # Of the keys that a row sees: a multiply-add each for its score and for its output.
+    operations = 4 * 512 * 32 * (q_len * (kv_len - q_len) + q_len * (q_len + 1) / 2)
+    print(f"\n{dtype}, the last {q_len} rows of {kv_len} keys, causal")
+    for name, (median, least, most) in results.items():
+        error = (calls[name]().double() - wants[name.endswith("values")]).abs().max().item()
+        print(f"{name:24} {median:9.1f} us ({least:.1f} to {most:.1f}) {operations / median / 1e6:6.1f} TFLOP/s error {error:.1e}", flush=True)
+    torch.cuda.empty_cache()
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--cubins")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 65536, 131072])
     parser.add_argument("--types", nargs="+", default=["f32", "bf16", "f16"])
+    parser.add_argument("--prompts", nargs="*", default=["512/512", "512/8704", "512/33280", "2048/2048"], help="rows/keys")
     parser.add_argument("--rounds", type=int, default=25)
     arguments = parser.parse_args()
     torch.manual_seed(1)
@@ -122,6 +156,9 @@ def main():
     for kv_len in arguments.lengths:
         for dtype in arguments.types:
             case(kernels, dtype, kv_len, bandwidth, arguments.rounds)
+    for rows_of_keys in arguments.prompts:
+        for dtype in [t for t in arguments.types if t != "f32"]:
+            prompt(kernels, dtype, *map(int, rows_of_keys.split("/")), arguments.rounds)
 
 
 if __name__ == "__main__":

