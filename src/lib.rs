@@ -35,6 +35,7 @@
 //! |---|---|---|
 //! | `fused` | yes | [`AttentionPath::default()`](models::gemma4::AttentionPath) is the fused path; both are always compiled |
 //! | `metal` | no | [`attention_d512`], [`FusedProjection`] and [`qsa_prep`] on Apple GPUs; forwarded to every candle crate |
+//! | `cuda` | no | the same on NVIDIA GPUs, compute capability 8.0 or more; forwarded to every candle crate; needs nvcc |
 //! | `metal-debug-labels` | no | `metal`, with launches and buffers named in frame captures |
 
 #![warn(missing_docs)]
@@ -42,6 +43,7 @@
 pub mod attention;
 pub mod backend;
 mod cpu;
+pub mod device;
 pub mod models;
 pub mod projection;
 pub mod qsa;

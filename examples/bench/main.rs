@@ -18,7 +18,6 @@ mod synthetic;
 
 use anyhow::Result;
 use args::{Args, Shape};
-use candle::utils::{cuda_is_available, metal_is_available};
 use candle::{DType, Device};
 use checkpoint::Checkpoint;
 use clap::Parser;
@@ -37,7 +36,10 @@ fn main() -> Result<ExitCode> {
         .as_deref()
         .map(plot::Destination::open)
         .transpose()?;
-    let device = device(args.cpu)?;
+    let device = match args.cpu {
+        true => Device::Cpu,
+        false => gem::device::best()?,
+    };
     let dtype = match args.dtype {
         Some(dtype) => dtype.into(),
         None if device.is_cpu() => DType::F32,
@@ -199,17 +201,5 @@ fn machine() -> String {
     match name {
         Some((_, name)) => name.to_string(),
         None => format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
-    }
-}
-
-fn device(cpu: bool) -> Result<Device> {
-    if cpu {
-        Ok(Device::Cpu)
-    } else if cuda_is_available() {
-        Ok(Device::new_cuda(0)?)
-    } else if metal_is_available() {
-        Ok(Device::new_metal(0)?)
-    } else {
-        Ok(Device::Cpu)
     }
 }

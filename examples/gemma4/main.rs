@@ -34,7 +34,10 @@ fn main() -> Result<()> {
     if args.list_devices {
         return list_devices();
     }
-    let device = device(&args)?;
+    let device = match args.cpu {
+        true => Device::Cpu,
+        false => gem::device::best()?,
+    };
     device.with_context(|| run(&args, &device))
 }
 
@@ -181,18 +184,6 @@ fn form(args: &Args, weights: &Stored, folder: &Path, bos: u32) -> Result<Form> 
         Template::built_in()
     });
     Ok(Form { template, bos })
-}
-
-fn device(args: &Args) -> Result<Device> {
-    if args.cpu {
-        Ok(Device::Cpu)
-    } else if cuda_is_available() {
-        Ok(Device::new_cuda(0)?)
-    } else if metal_is_available() {
-        Ok(Device::new_metal(0)?)
-    } else {
-        Ok(Device::Cpu)
-    }
 }
 
 fn list_devices() -> Result<()> {

@@ -16,7 +16,6 @@ mod routes;
 mod sources;
 
 use anyhow::Result;
-use candle::utils::{cuda_is_available, metal_is_available};
 use candle::{DType, Device};
 use checkpoint::{Checkpoint, ModelFiles};
 use clap::Parser;
@@ -99,7 +98,10 @@ fn main() -> Result<ExitCode> {
 }
 
 fn measure(args: &Args, table: &mut Table) -> Result<()> {
-    let device = device(args.cpu)?;
+    let device = match args.cpu {
+        true => Device::Cpu,
+        false => gem::device::best()?,
+    };
     let settings = Settings::new(&device, args.quick, args.seed);
     // Everything that can be wrong with the model is said before the first gate.
     let Checkpoint {
@@ -165,18 +167,6 @@ fn check(folder: &std::path::Path, table: &mut Table) -> Result<()> {
         }
     }
     Ok(())
-}
-
-fn device(cpu: bool) -> Result<Device> {
-    if cpu {
-        Ok(Device::Cpu)
-    } else if cuda_is_available() {
-        Ok(Device::new_cuda(0)?)
-    } else if metal_is_available() {
-        Ok(Device::new_metal(0)?)
-    } else {
-        Ok(Device::Cpu)
-    }
 }
 
 fn seconds_since_1970() -> u64 {

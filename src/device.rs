@@ -1,0 +1,19 @@
+//! The device that a program runs on.
+
+use candle::utils::{cuda_is_available, metal_is_available};
+use candle::{Device, Result};
+
+/// The first GPU that this build has code for, else the CPU.
+///
+/// # Errors
+///
+/// A GPU that is built for and can't be used.
+pub fn best() -> Result<Device> {
+    if cuda_is_available() {
+        Device::new_cuda(0)
+    } else if metal_is_available() {
+        Device::new_metal(0)
+    } else {
+        Ok(Device::Cpu)
+    }
+}
