@@ -194,6 +194,47 @@ fn faulty_templates_are_errors_that_say_where_and_soon() {
     assert!(Template::new("\u{f8fe}".into(), "here".into()).is_err());
 }
 
+/// Memory, and time that no step and no byte bounds; each ends in seconds and is not tried again.
+#[test]
+fn a_template_that_grows_without_end_is_an_error() {
+    let talk = conversation(None, false, &["Hi"]);
+    let grow = |step: &str| {
+        format!("{{% set ns = namespace(x='0123456789') %}}{{% for i in range(60) %}}{step}{{% endfor %}}")
+    };
+    for step in [
+        "{% set ns.x = ns.x ~ ns.x %}",
+        "{% set ns.x = ns.x + ns.x %}",
+        "{% set ns.x = ns.x * 2 %}",
+        "{% set ns.x = [ns.x, ns.x] | join('') %}",
+        "{% set ns.x = ns.x.replace('0', '00') %}",
+        "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}",
+    ] {
+        let template = template(&grow(step));
+        for _ in 0..2 {
+            let start = Instant::now();
+            let error = template.render(&talk, None).unwrap_err().to_string();
+            assert!(start.elapsed() < Duration::from_secs(10), "{step}");
+            assert_eq!(
+                error, "here: the chat template failed: it takes more than 64 MiB of memory",
+                "{step}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_long_conversation_is_within_every_bound() {
+    let contents: Vec<String> = (0..2001)
+        .map(|i| format!("Turn {i}. ").repeat(50))
+        .collect();
+    let contents: Vec<&str> = contents.iter().map(String::as_str).collect();
+    let talk = conversation(Some("Be brief."), true, &contents);
+    for template in [Template::built_in(), template(GEMMA)] {
+        let text = rendered(&template, &talk);
+        assert_eq!(text.matches("<turn|>").count(), 2002);
+    }
+}
+
 #[test]
 fn a_template_is_found_beside_the_weights_in_either_file() {
     let folder = tempfile::tempdir().unwrap();

@@ -3,7 +3,9 @@
 mod clock;
 mod conversation;
 mod encoder;
+mod meter;
 mod template;
+pub mod template_file;
 
 pub use conversation::{Conversation, Role};
 pub use encoder::{Encoder, Piece};

@@ -1,23 +1,26 @@
 //! Chat templates: the checkpoint's own, or the built-in form of Gemma 4.
 //!
-//! A template comes with a checkpoint, so it is not trusted: it runs with bounded steps, nesting and output, and sees marks in
-//! place of what was said. The marks are what lets contents be told from the template's own control tokens afterwards.
+//! A template comes with a checkpoint, so it is not trusted: it runs with bounded steps, nesting, memory, time and output, and sees
+//! marks in place of what was said. The marks are what lets contents be told from the template's own control tokens afterwards.
 
 use super::clock::strftime_now;
 use super::conversation::{Conversation, Role};
 use super::encoder::Piece;
+use super::{meter, template_file};
 use anyhow::{anyhow, bail, Context, Result};
 use minijinja::{context, Environment, Error, ErrorKind};
-use serde_json::Value;
-use std::io::{ErrorKind as IoErrorKind, Write};
+use std::cell::OnceCell;
+use std::io::Write;
 use std::path::Path;
+use std::time::Duration;
 
 const BUILT_IN: &str = include_str!("built_in.jinja");
-/// Bytes of a file that may hold a template.
-const LARGEST_FILE: usize = 4 << 20;
 /// Steps of a rendering; a conversation of 1,000 turns takes some 20,000 in the built-in form.
 const STEPS: u64 = 2_000_000;
 const NESTING: usize = 100;
+/// Bytes that a rendering may hold at a time.
+const MEMORY: usize = 64 << 20;
+const TIME: Duration = Duration::from_secs(20);
 /// Bytes that a template may write around the contents.
 const LARGEST_OUTPUT: usize = 4 << 20;
 /// A mark is an index between these two; both are private to applications in Unicode.
@@ -27,6 +30,8 @@ const MARK: (char, char) = ('\u{f8fe}', '\u{f8ff}');
 pub struct Template {
     source: String,
     origin: String,
+    /// The bound that it broke, which is not tried again.
+    broken: OnceCell<String>,
 }
 
 impl Template {
@@ -35,6 +40,7 @@ impl Template {
         Self {
             source: BUILT_IN.into(),
             origin: "built-in".into(),
+            broken: OnceCell::new(),
         }
     }
 
@@ -42,42 +48,27 @@ impl Template {
         if source.contains([MARK.0, MARK.1]) {
             bail!("{origin}: the template has U+F8FE or U+F8FF, which mark contents here");
         }
-        let template = Self { source, origin };
-        template.environment()?;
+        let template = Self {
+            source,
+            origin,
+            broken: OnceCell::new(),
+        };
+        template.bounded(|_| Ok(()))?;
         Ok(template)
     }
 
     pub fn from_file(path: &Path) -> Result<Self> {
-        let text = read(path)?;
+        let text = template_file::read(path)?;
         let text = text.ok_or_else(|| anyhow!("{}: there is no such file", path.display()))?;
         Self::new(text, path.display().to_string())
     }
 
     /// `chat_template.jinja` of a checkpoint, or `chat_template` in its `tokenizer_config.json`.
     pub fn of_checkpoint(folder: &Path) -> Result<Option<Self>> {
-        let path = folder.join("chat_template.jinja");
-        if let Some(text) = read(&path)? {
-            return Self::new(text, path.display().to_string()).map(Some);
+        match template_file::of_checkpoint(folder)? {
+            Some((source, origin)) => Self::new(source, origin).map(Some),
+            None => Ok(None),
         }
-        let path = folder.join("tokenizer_config.json");
-        let Some(text) = read(&path)? else {
-            return Ok(None);
-        };
-        let origin = path.display().to_string();
-        let config: Value = serde_json::from_str(&text).with_context(|| origin.clone())?;
-        let source = match &config["chat_template"] {
-            Value::Null => return Ok(None),
-            Value::String(source) => source,
-            Value::Array(named) => match default_of(named) {
-                Some(source) => source,
-                None => bail!(
-                    "{origin}: chat_template is a list of {} without one that is named default",
-                    named.len()
-                ),
-            },
-            _ => bail!("{origin}: chat_template is neither a text nor a list of named ones"),
-        };
-        Self::new(source.clone(), origin).map(Some)
     }
 
     /// The prompt for the model's next turn. `bos` is the text of that token.
@@ -102,11 +93,6 @@ impl Template {
             contents.push(content.trim());
             messages.push(context! { role, content => seen });
         }
-        let environment = self.environment()?;
-        let template = environment
-            .get_template("chat")
-            .map_err(|e| self.failed(e))?;
-        let mut out = Bounded(Vec::new());
         let context = context! {
             messages,
             add_generation_prompt => true,
@@ -114,9 +100,12 @@ impl Template {
             bos_token => bos.unwrap_or_default(),
             eos_token => "<eos>",
         };
-        template
-            .render_captured_to(context, &mut out)
-            .map_err(|e| self.failed(e))?;
+        let out = self.bounded(move |environment| {
+            let mut out = Bounded(Vec::new());
+            let template = environment.get_template("chat")?;
+            template.render_captured_to(context, &mut out)?;
+            Ok(out)
+        })?;
         let text = String::from_utf8(out.0).with_context(|| self.origin.clone())?;
         self.pieces(&text, &contents)
     }
@@ -147,20 +136,20 @@ impl Template {
         Ok(pieces)
     }
 
-    fn environment(&self) -> Result<Environment<'_>> {
-        let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
-        environment.set_fuel(Some(STEPS));
-        environment.set_recursion_limit(NESTING);
-        environment
-            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", raise_exception);
-        environment.add_function("strftime_now", strftime_now);
-        environment
-            .add_template("chat", &self.source)
-            .map_err(|e| self.failed(e))?;
-        Ok(environment)
+    /// What `work` does with the compiled template, within the bounds.
+    fn bounded<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Environment) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T> {
+        if self.broken.get().is_none() {
+            let source = self.source.clone();
+            match meter::run(MEMORY, TIME, move || work(&environment(&source)?)) {
+                Ok(done) => return done.map_err(|e| self.failed(e)),
+                Err(why) => self.broken.set(why).ok(),
+            };
+        }
+        let why = self.broken.get().map_or("", String::as_str);
+        bail!("{}: the chat template failed: {why}", self.origin)
     }
 
     fn failed(&self, error: Error) -> anyhow::Error {
@@ -186,31 +175,17 @@ fn raise_exception(message: String) -> Result<String, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, message))
 }
 
-fn default_of(named: &[Value]) -> Option<&String> {
-    let default = named.iter().find(|t| t["name"] == "default");
-    match &default.or(named.first().filter(|_| named.len() == 1))?["template"] {
-        Value::String(source) => Some(source),
-        _ => None,
-    }
-}
-
-/// The text of a file, `None` if there is none.
-fn read(path: &Path) -> Result<Option<String>> {
-    let bytes = match std::fs::read(path) {
-        Ok(bytes) => bytes,
-        Err(e) if e.kind() == IoErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(e).with_context(|| path.display().to_string()),
-    };
-    if bytes.len() > LARGEST_FILE {
-        bail!(
-            "{}: {} bytes, want at most {LARGEST_FILE}",
-            path.display(),
-            bytes.len()
-        );
-    }
-    String::from_utf8(bytes)
-        .map(Some)
-        .with_context(|| path.display().to_string())
+fn environment(source: &str) -> Result<Environment<'_>, Error> {
+    let mut environment = Environment::new();
+    environment.set_trim_blocks(true);
+    environment.set_lstrip_blocks(true);
+    environment.set_fuel(Some(STEPS));
+    environment.set_recursion_limit(NESTING);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_function("raise_exception", raise_exception);
+    environment.add_function("strftime_now", strftime_now);
+    environment.add_template("chat", source)?;
+    Ok(environment)
 }
 
 /// Refuses to grow past [`LARGEST_OUTPUT`].
