@@ -1,7 +1,7 @@
 //! `--model-id`, against a hub on this machine (huggingface/hf-hub#141 among its faults).
 
 use crate::common::{example, trained_model};
-use crate::mock_hub::{sha256, Faults, MockHub, COMMIT, MODEL};
+use crate::mock_hub::{git_blob, sha256, Faults, MockHub, COMMIT, MODEL};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
@@ -209,32 +209,87 @@ fn what_an_earlier_run_left_is_kept() {
     assert_eq!(ranges, ["bytes=1000000-"]);
 }
 
+/// Large ones by their SHA-256, small ones by what git calls them.
 #[test]
 fn a_file_with_another_digest_never_gets_its_name() {
-    let (home, hub) = (
-        home(),
-        MockHub::serve(
-            tiny(),
-            Faults {
-                corrupt: true,
-                ..Faults::default()
-            },
-        ),
+    for (file, wanted) in [
+        ("tokenizer.json", "its SHA-256 is "),
+        ("config.json", "its SHA-1 as a git blob is "),
+        ("generation_config.json", "its SHA-1 as a git blob is "),
+    ] {
+        let (home, hub) = (
+            home(),
+            MockHub::serve(
+                tiny(),
+                Faults {
+                    corrupt: Some(file),
+                    ..Faults::default()
+                },
+            ),
+        );
+        let (success, _, stderr) = gemma4(home.path(), &hub.address, &[], &[]);
+        assert!(!success);
+        assert!(
+            stderr.contains(&format!("hub: {file}: {wanted}")),
+            "{stderr}"
+        );
+        assert_no_weights(home.path());
+        assert!(!snapshot(home.path()).join(file).exists());
+        let whole = std::fs::read(trained_model().join(file)).unwrap();
+        let left = std::fs::read_dir(folder(home.path()).join("blobs")).unwrap();
+        for name in left.map(|f| f.unwrap().file_name().into_string().unwrap()) {
+            assert!(
+                ![sha256(&whole), git_blob(&whole)].contains(&name),
+                "{name}"
+            );
+            assert!(!name.ends_with(".incomplete"), "{name}");
+        }
+    }
+}
+
+/// `git hash-object` of these says the same.
+#[test]
+fn a_git_blob_is_named_as_git_does() {
+    assert_eq!(git_blob(b""), "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391");
+    assert_eq!(
+        git_blob(b"hello\n"),
+        "ce013625030ba8dba906f756967f9e9ca394464a"
     );
+}
+
+/// A file that the hub does not have is no news; one that was never asked for, or lost, is.
+#[test]
+fn offline_a_file_that_may_be_missing_is_said() {
+    let (home, hub) = (home(), MockHub::serve(tiny(), Faults::default()));
+    let (success, _, stderr) = gemma4(home.path(), &hub.address, &[], &[]);
+    assert!(success, "{stderr}");
+    let offline = || gemma4(home.path(), &hub.address, &["--offline"], &[]);
+    let (success, stdout, stderr) = offline();
+    assert!(success && !stderr.contains("hub: offline"), "{stderr}");
+    std::fs::remove_file(snapshot(home.path()).join("generation_config.json")).unwrap();
+    let (success, again, stderr) = offline();
+    assert!(success, "{stderr}");
+    assert_eq!(again, stdout);
+    let said = "hub: offline, and generation_config.json is not in ";
+    assert!(stderr.contains(said), "{stderr}");
+    assert_eq!(stderr.matches("hub: offline").count(), 1, "{stderr}");
+}
+
+#[test]
+fn an_index_that_its_shards_do_not_follow_is_refused_by_tensor() {
+    let index = "model.safetensors.index.json";
+    let mut files = sharded("model-00003-of-00003.safetensors");
+    let (_, text) = files.iter_mut().find(|(name, _)| *name == index).unwrap();
+    let mut json: serde_json::Value = serde_json::from_slice(text).unwrap();
+    json["weight_map"]["model.layers.9.layer_scalar"] = "model-00001-of-00003.safetensors".into();
+    *text = json.to_string().into_bytes();
+    let (home, hub) = (home(), MockHub::serve(files, Faults::default()));
     let (success, _, stderr) = gemma4(home.path(), &hub.address, &[], &[]);
     assert!(!success);
     assert!(
-        stderr.contains("hub: tokenizer.json: its SHA-256 is "),
+        stderr.contains("model.layers.9.layer_scalar: not in ")
+            && stderr.contains("model-00001-of-00003.safetensors, where"),
         "{stderr}"
-    );
-    assert_no_weights(home.path());
-    assert!(!snapshot(home.path()).join("tokenizer.json").exists());
-    let left = std::fs::read_dir(folder(home.path()).join("blobs"))
-        .unwrap()
-        .map(|f| f.unwrap().file_name());
-    assert!(
-        left.into_iter().all(|name| name.len() == 40),
-        "only small files"
     );
 }
 

@@ -1,5 +1,6 @@
 //! A hub on this machine: HTTP/1.1 as far as a download needs it, with the faults that a test asks for.
 
+use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap};
 use std::io::{BufRead, BufReader, Write};
@@ -24,8 +25,8 @@ pub struct Faults {
     pub cut_once: Option<usize>,
     /// 200 with the whole file, whatever range was asked for.
     pub no_ranges: bool,
-    /// The body of large files is another of this length.
-    pub corrupt: bool,
+    /// The body of this file is another of its length.
+    pub corrupt: Option<&'static str>,
     /// Every answer is this status, with this X-Error-Code.
     pub refuse: Option<(u16, &'static str)>,
     /// Large files are redirected to this address.
@@ -82,10 +83,17 @@ impl MockHub {
 }
 
 pub fn sha256(data: &[u8]) -> String {
-    Sha256::digest(data)
-        .iter()
-        .map(|b| format!("{b:02x}"))
-        .collect()
+    hex(&Sha256::digest(data))
+}
+
+/// The name that git gives a file of this content.
+pub fn git_blob(data: &[u8]) -> String {
+    let named = [format!("blob {}\0", data.len()).as_bytes(), data].concat();
+    hex(&Sha1::digest(named))
+}
+
+fn hex(digest: &[u8]) -> String {
+    digest.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 fn answer(mut stream: TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
@@ -164,8 +172,7 @@ fn answer(mut stream: TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
                 sha256(&file)
             ));
         }
-        // Any 40 digits do: the hub's are of git.
-        false => lines.push(format!("ETag: \"{}\"\r\n", &sha256(&file)[..40])),
+        false => lines.push(format!("ETag: \"{}\"\r\n", git_blob(&file))),
     }
     if let (true, Some(cdn), true) = (large, &faults.cdn, path.contains("/resolve/")) {
         lines.push(format!(
@@ -174,7 +181,7 @@ fn answer(mut stream: TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
         return head(302, &lines);
     }
     let mut body = file;
-    if faults.corrupt && large {
+    if faults.corrupt == Some(&name) {
         let middle = body.len() / 2;
         body[middle] ^= 1;
     }

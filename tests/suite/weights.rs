@@ -395,6 +395,31 @@ fn an_index_and_its_shards_must_agree_on_every_tensor() {
 }
 
 #[test]
+fn a_shard_of_vision_alone_may_be_missing_and_any_shard_must_be_listed() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    save_sharded(&small("model."), dir.path());
+    let map = [
+        ("model.embed_tokens.weight", "a.safetensors"),
+        ("model.norm.weight", "b.safetensors"),
+        ("model.vision_tower.x", "model-00003-of-00003.safetensors"),
+    ];
+    write_index(dir.path(), &map);
+    Weights::open_dir(dir.path())?.check(&small_shapes())?;
+    write_index(dir.path(), &map[..2]);
+    save(
+        &small("other."),
+        &dir.path().join("consolidated.safetensors"),
+    );
+    Weights::open_dir(dir.path())?.check(&small_shapes())?;
+    save(
+        &small("model.vision_tower."),
+        &dir.path().join("model-00003-of-00003.safetensors"),
+    );
+    assert_snapshot!(refused(Weights::open_dir(dir.path()), dir.path()), @"weights: [dir]/model-00003-of-00003.safetensors: a shard beside model.safetensors.index.json, which does not list it");
+    Ok(())
+}
+
+#[test]
 fn a_tensor_that_the_index_does_not_list_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     save(&small("model."), &dir.path().join("a.safetensors"));

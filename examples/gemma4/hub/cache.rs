@@ -57,6 +57,23 @@ impl Cache {
         self.snapshot(commit).join(file).is_file()
     }
 
+    /// Whether the repository was once found to have no such file.
+    pub fn knows_none(&self, commit: &str, file: &str) -> bool {
+        self.no_exist(commit, file).is_file()
+    }
+
+    /// Remembers that the repository has no such file.
+    pub fn set_none(&self, commit: &str, file: &str) -> Result<()> {
+        let mark = self.no_exist(commit, file);
+        create_parent(&mark)?;
+        fs::write(&mark, "").with_context(|| mark.display().to_string())
+    }
+
+    /// As huggingface_hub names it.
+    fn no_exist(&self, commit: &str, file: &str) -> PathBuf {
+        self.folder.join(".no_exist").join(commit).join(file)
+    }
+
     /// The commit that a revision was last known to be, or that it is itself.
     pub fn commit_of(&self, revision: &str) -> Option<String> {
         if let Ok(commit) = fs::read_to_string(self.folder.join("refs").join(revision)) {

@@ -4,6 +4,7 @@ use super::cache::{create_parent, Cache};
 use super::client::{text, Client, Meta};
 use super::progress::Progress;
 use anyhow::{bail, Context, Result};
+use sha1::Sha1;
 use sha2::{Digest, Sha256};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -150,7 +151,7 @@ fn range_start(header: Option<&str>) -> Option<u64> {
         .ok()
 }
 
-/// Size and, of a large file, SHA-256; a file that fails is removed.
+/// Size and digest; a file that fails is removed.
 fn check(partial: &Path, file: &str, meta: &Meta) -> Result<()> {
     let place = || partial.display().to_string();
     let refuse = |what: String| -> Result<()> {
@@ -161,27 +162,33 @@ fn check(partial: &Path, file: &str, meta: &Meta) -> Result<()> {
     if let Some(size) = meta.size.filter(|&size| size != len) {
         return refuse(format!("got {len} bytes, want {size}"));
     }
-    // Small files go by a digest of git's.
-    if meta.etag.len() != 64 {
-        return Ok(());
+    let (name, got) = match meta.etag.len() {
+        64 => ("SHA-256", digest(partial, Sha256::new())),
+        // Small files go by what git calls them.
+        40 => {
+            let blob = Sha1::new_with_prefix(format!("blob {len}\0"));
+            ("SHA-1 as a git blob", digest(partial, blob))
+        }
+        // No digest that is known.
+        _ => return Ok(()),
+    };
+    match got.with_context(place)? {
+        got if got == meta.etag.to_ascii_lowercase() => Ok(()),
+        got => refuse(format!("its {name} is {got}, want {}", meta.etag)),
     }
-    let (mut data, mut hash) = (File::open(partial).with_context(place)?, Sha256::new());
-    let mut buffer = vec![0; BUFFER];
+}
+
+/// Of a file, after what `hash` has taken already; in hexadecimal digits.
+fn digest(file: &Path, mut hash: impl Digest) -> std::io::Result<String> {
+    let (mut data, mut buffer) = (File::open(file)?, vec![0; BUFFER]);
     loop {
-        match data.read(&mut buffer).with_context(place)? {
+        match data.read(&mut buffer)? {
             0 => break,
             n => hash.update(&buffer[..n]),
         }
     }
-    let got: String = hash
-        .finalize()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
-    match got == meta.etag.to_ascii_lowercase() {
-        true => Ok(()),
-        false => refuse(format!("its SHA-256 is {got}, want {}", meta.etag)),
-    }
+    let bytes = hash.finalize();
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// Held until it is dropped; waits for another process that downloads the same.

@@ -45,6 +45,7 @@ pub struct HubArgs {
 pub struct Fetched {
     /// The commit's folder, with every file under its own name.
     pub folder: PathBuf,
+    /// The files that were named, else the folder.
     pub weights: Vec<PathBuf>,
 }
 
@@ -77,8 +78,8 @@ pub fn fetch(args: &HubArgs, model_id: &str, named: Option<&[PathBuf]>) -> Resul
     }
     // Small, and a missing licence shows before the first of them.
     repo.take(metas)?;
-    let files = match named {
-        Some(files) => files,
+    let files = match &named {
+        Some(files) => files.clone(),
         None => repo.checkpoint()?,
     };
     let mut metas = Vec::new();
@@ -89,10 +90,12 @@ pub fn fetch(args: &HubArgs, model_id: &str, named: Option<&[PathBuf]>) -> Resul
     }
     repo.take(metas)?;
     let folder = repo.cache.snapshot(repo.commit()?);
-    Ok(Fetched {
-        weights: files.iter().map(|file| folder.join(file)).collect(),
-        folder,
-    })
+    let weights = match named {
+        Some(files) => files.iter().map(|file| folder.join(file)).collect(),
+        // Whose index is compared with the shards.
+        None => vec![folder.clone()],
+    };
+    Ok(Fetched { folder, weights })
 }
 
 /// `config.json` alone.
@@ -177,12 +180,24 @@ impl Repo {
                     self.revision,
                     self.cache.snapshot(commit).display()
                 ),
-                false => return Ok(None),
+                false => {
+                    if !self.cache.knows_none(commit, file) {
+                        eprintln!(
+                            "hub: offline, and {file} is not in {}: goes on without it, though {} may have it",
+                            self.cache.snapshot(commit).display(),
+                            self.cache.model_id()
+                        );
+                    }
+                    return Ok(None);
+                }
             }
         };
         match client.look_up(commit, file) {
             Ok(meta) => Ok(Some(meta)),
-            Err(error) if !required && error.is::<client::NoSuchFile>() => Ok(None),
+            Err(error) if !required && error.is::<client::NoSuchFile>() => {
+                self.cache.set_none(commit, file)?;
+                Ok(None)
+            }
             Err(error) => Err(error),
         }
     }

@@ -1,9 +1,9 @@
 //! `model.safetensors.index.json`: which shard holds which tensor.
 
-use super::{refuse, Shard};
+use super::{refuse, Shard, Weights};
 use candle::{bail, Result};
 use serde::Deserialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::path::Path;
 
@@ -15,9 +15,15 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-/// Opens the shards that the index names, and checks that it and they agree on every tensor.
+/// Opens the shards that the index names, and checks that it and they agree on every tensor. A shard without a tensor of the
+/// text decoder may be left out of the folder.
 pub(super) fn open_shards(index: &Path) -> Result<Vec<Shard>> {
     let weight_map = read(index)?.weight_map;
+    let wanted: BTreeSet<&String> = weight_map
+        .iter()
+        .filter(|(tensor, _)| Weights::wants(tensor))
+        .map(|(_, file)| file)
+        .collect();
     let mut shards: BTreeMap<&str, Shard> = BTreeMap::new();
     for (tensor, file) in &weight_map {
         if shards.contains_key(file.as_str()) {
@@ -31,6 +37,9 @@ pub(super) fn open_shards(index: &Path) -> Result<Vec<Shard>> {
         }
         let path = index.with_file_name(file);
         if !path.is_file() {
+            if !wanted.contains(file) {
+                continue;
+            }
             bail!(
                 "weights: {}: puts {tensor} into {file}, which is not beside the index",
                 index.display()
@@ -40,7 +49,9 @@ pub(super) fn open_shards(index: &Path) -> Result<Vec<Shard>> {
     }
     let mut faults = Vec::new();
     for (tensor, file) in &weight_map {
-        let shard = &shards[file.as_str()];
+        let Some(shard) = shards.get(file.as_str()) else {
+            continue;
+        };
         if shard.map.get(tensor).is_err() {
             let path = shard.path.display();
             faults.push(format!("{tensor}: not in {path}, where {FILE} puts it"));
@@ -55,8 +66,40 @@ pub(super) fn open_shards(index: &Path) -> Result<Vec<Shard>> {
             }
         }
     }
+    let files: BTreeSet<&str> = weight_map.values().map(String::as_str).collect();
+    for name in shards_beside(index)? {
+        if !files.contains(name.as_str()) {
+            let path = index.with_file_name(name);
+            faults.push(format!(
+                "{}: a shard beside {FILE}, which does not list it",
+                path.display()
+            ));
+        }
+    }
     refuse("weights", faults)?;
     Ok(shards.into_values().collect())
+}
+
+/// Files in the folder of the index that go by the name of its shards, sorted.
+fn shards_beside(index: &Path) -> Result<BTreeSet<String>> {
+    let folder = match index.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    let entries = match std::fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) => bail!("weights: {}: {error}", folder.display()),
+    };
+    // A name that is no UTF-8 is not of this form.
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let shard = |name: &String| {
+        let middle = name.strip_prefix("model-");
+        middle
+            .and_then(|rest| rest.strip_suffix(".safetensors"))
+            .and_then(|numbers| numbers.split_once("-of-"))
+            .is_some()
+    };
+    Ok(names.filter(shard).collect())
 }
 
 fn read(index: &Path) -> Result<Index> {

@@ -66,8 +66,9 @@ impl Weights {
     ///
     /// # Errors
     ///
-    /// As [`Weights::open`]; further if the index names a file outside the folder, or does not agree with its shards on
-    /// every tensor.
+    /// As [`Weights::open`]; further if the index names a file outside the folder, does not agree with its shards on every
+    /// tensor, or does not list a `model-*-of-*.safetensors` that lies beside it. A shard of vision or audio alone may be
+    /// missing.
     pub fn open_dir(dir: impl AsRef<Path>) -> Result<Self> {
         let dir = dir.as_ref();
         let (index, single) = (dir.join(index::FILE), dir.join("model.safetensors"));
