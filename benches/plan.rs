@@ -77,6 +77,7 @@ fn measure(row: &str) -> Outcome<()> {
             context,
             chunk: CHUNK,
             weight_bytes: None,
+            marks: false,
         },
     );
     let model = Model::new(&config, synthetic::weights(DTYPE, &Device::Cpu))?;

@@ -28,6 +28,9 @@ use std::io::Write;
 use std::path::Path;
 use std::time::Instant;
 
+/// Tokens that a conversation is planned for if nothing is said; it may grow past them.
+const CONVERSATION: usize = 8192;
+
 fn main() -> Result<()> {
     let args = Args::parse();
     let _trace = args.tracing.then(start_trace).transpose()?;
@@ -104,7 +107,8 @@ fn run(args: &Args, device: &Device) -> Result<()> {
     }
     let context = match (converses, args.max_context) {
         (true, Some(most)) => most,
-        _ => run::planned_context(args, ids.len()).min(limit),
+        (true, None) => CONVERSATION.min(limit),
+        (false, _) => run::planned_context(args, ids.len()).min(limit),
     };
     let path = args.attention.unwrap_or_default();
     if args.ab {
@@ -130,6 +134,7 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         context,
         chunk: args.prefill_chunk,
         weight_bytes: weights.held_bytes(dtype),
+        marks: converses,
     };
     if !args.quiet {
         eprintln!("{}", plan::line(&config, &demand, &paths));

@@ -11,7 +11,8 @@ const CONTEXTS: [usize; 4] = [8192, 32_768, 131_072, 262_144];
 
 #[derive(Debug, Clone, clap::Args)]
 pub struct PlanArgs {
-    /// Print the memory that contexts of 8K to 262K tokens take on each path, and load nothing; needs config.json alone.
+    /// Print the memory that contexts of 8K to 262K tokens take on each path, and load nothing; needs config.json alone. With
+    /// --chat and no prompt, what a conversation copies of the sliding caches is counted with them.
     #[arg(long)]
     pub plan: bool,
 
@@ -43,6 +44,7 @@ pub fn print_table(
         context,
         chunk: args.prefill_chunk,
         weight_bytes,
+        marks: args.converses(),
     };
     writeln!(
         out,
@@ -62,7 +64,7 @@ pub fn print_table(
                 out,
                 "| {context} | {path} | {} | {} | {} | {} | {} | {} |",
                 human(plan.weights),
-                human(plan.sliding_caches),
+                human(plan.sliding_caches + plan.marks),
                 human(plan.full_caches),
                 human(plan.rotary_tables),
                 human(plan.activations),
@@ -88,10 +90,14 @@ pub fn line(config: &Config, demand: &MemoryDemand, paths: &[AttentionPath]) -> 
         0 => String::new(),
         bytes => format!(", rotary tables {}", human(bytes)),
     };
+    let marks = match plan.marks {
+        0 => String::new(),
+        bytes => format!(", {} copied to go back to", human(bytes)),
+    };
     format!(
-        "planned memory: weights {}, caches {} ({} of it in full layers){tables}, activations {} for {} tokens, {:?}",
+        "planned memory: weights {}, caches {} ({} of it in full layers{marks}){tables}, activations {} for {} tokens, {:?}",
         human(plan.weights),
-        human(plan.sliding_caches + plan.full_caches),
+        human(plan.sliding_caches + plan.marks + plan.full_caches),
         human(plan.full_caches),
         human(plan.activations),
         demand.context,
@@ -164,6 +170,7 @@ fn joined(config: &Config, demand: &MemoryDemand, paths: &[AttentionPath]) -> Me
     let both = |a: MemoryPlan, b: MemoryPlan| MemoryPlan {
         weights: a.weights,
         sliding_caches: a.sliding_caches + b.sliding_caches,
+        marks: a.marks + b.marks,
         full_caches: a.full_caches + b.full_caches,
         rotary_tables: a.rotary_tables + b.rotary_tables,
         activations: a.activations.max(b.activations),

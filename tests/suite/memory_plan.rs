@@ -1,8 +1,8 @@
 //! What [`MemoryPlan`] says, of the published shape and of a run.
 
 use crate::common::{example, trained_model};
-use candle::DType;
-use gem::models::gemma4::{AttentionPath, Cache, Config, MemoryDemand, MemoryPlan};
+use candle::{DType, Device, Tensor};
+use gem::models::gemma4::{AttentionPath, Cache, Config, MemoryDemand, MemoryPlan, Model, Weights};
 use std::process::{Command, Output};
 
 fn trained() -> Config {
@@ -17,6 +17,7 @@ fn demand(path: AttentionPath, context: usize) -> MemoryDemand {
         context,
         chunk: 512,
         weight_bytes: None,
+        marks: false,
     }
 }
 
@@ -74,6 +75,34 @@ fn weights_are_what_is_given_or_every_tensor_in_its_type() {
     );
 }
 
+/// What a conversation holds after a turn, and while it goes back.
+#[test]
+fn a_mark_is_planned_as_it_is_held() {
+    let config = trained();
+    let weights = Weights::open_dir(trained_model()).unwrap();
+    let model = Model::new(&config, weights.var_builder(DType::F32, &Device::Cpu)).unwrap();
+    for path in [AttentionPath::Reference, AttentionPath::FusedSharedKv] {
+        // Within the window, and past it.
+        for tokens in [100, 700] {
+            let mut demand = demand(path, tokens);
+            let without = MemoryPlan::new(&config, &demand);
+            demand.marks = true;
+            let plan = MemoryPlan::new(&config, &demand);
+            let mut cache = model.new_cache(path).unwrap();
+            cache.reserve(tokens);
+            let ids = Tensor::ones((1, tokens), DType::U32, &Device::Cpu).unwrap();
+            model.prefill(&ids, 512, &mut cache).unwrap();
+            cache.mark().unwrap();
+            let held = (plan.sliding_caches + plan.marks, plan.full_caches);
+            let (sliding, full) = cache.bytes();
+            assert_eq!((sliding as u64, full as u64), held, "{path} {tokens}");
+            assert!(plan.marks > 0 && plan.activations >= plan.marks);
+            assert_eq!(without.marks, 0);
+            assert!(plan.total() >= without.total() + plan.marks);
+        }
+    }
+}
+
 fn gemma4(args: &[&str]) -> (bool, String, String) {
     let mut command = Command::new(example("gemma4"));
     command.env("RUST_BACKTRACE", "0").arg("--cpu").args(args);
@@ -120,6 +149,16 @@ fn the_plan_needs_no_weights() {
     for row in ["| 8192 | reference |", "| 131072 | fused-kv |"] {
         assert!(stdout.contains(row), "{stdout}");
     }
+    // Five layers of 256 tokens of 2 heads of 256, keys and values, f32.
+    assert!(stdout.contains("| 5.0 MiB |"), "{stdout}");
+    let (success, chat, stderr) = gemma4(&[
+        "--plan",
+        "--chat",
+        "--config-file",
+        config.to_str().unwrap(),
+    ]);
+    assert!(success, "{stderr}");
+    assert!(chat.contains("| 10.0 MiB |"), "{chat}");
     // Not a context that the model was not made for.
     assert!(!stdout.contains("| 262144 |"), "{stdout}");
 }

@@ -23,6 +23,8 @@ pub struct MemoryDemand {
     pub chunk: usize,
     /// Bytes of the weights as they are held; `None` for all of them in `dtype`.
     pub weight_bytes: Option<u64>,
+    /// Whether [`Cache::mark`] is called, as a conversation does.
+    pub marks: bool,
 }
 
 /// Bytes of one sequence on one path, by what they are for.
@@ -35,11 +37,13 @@ pub struct MemoryPlan {
     pub weights: u64,
     /// Caches of sliding layers.
     pub sliding_caches: u64,
+    /// The copies of them that [`Cache::mark`] keeps.
+    pub marks: u64,
     /// Caches of full layers.
     pub full_caches: u64,
     /// Rotary tables of every position, where keys are rebuilt.
     pub rotary_tables: u64,
-    /// The most that the results of ops take at a time while a chunk is fed.
+    /// The most that the results of ops take at a time while a chunk is fed; or what going back to a mark copies, if that is more.
     pub activations: u64,
 }
 
@@ -49,14 +53,17 @@ impl MemoryPlan {
         let MemoryDemand { path, dtype, .. } = *demand;
         let context = demand.context.min(config.max_position_embeddings);
         let (sliding, full) = Cache::planned_bytes(config, path, context, dtype);
+        let marks = if demand.marks { sliding as u64 } else { 0 };
         Self {
             weights: demand
                 .weight_bytes
                 .unwrap_or_else(|| weight_bytes(config, dtype)),
             sliding_caches: sliding as u64,
+            marks,
             full_caches: full as u64,
             rotary_tables: Cache::planned_table_bytes(config, path, context) as u64,
-            activations: activations(config, demand, context),
+            // Going back makes the copies anew before it lets a layer go, and feeds nothing meanwhile.
+            activations: activations(config, demand, context).max(marks),
         }
     }
 
@@ -64,6 +71,7 @@ impl MemoryPlan {
     pub fn total(&self) -> u64 {
         self.weights
             + self.sliding_caches
+            + self.marks
             + self.full_caches
             + self.rotary_tables
             + self.activations
