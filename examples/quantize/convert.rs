@@ -1,11 +1,11 @@
 //! A checkpoint to a GGUF file, tensor by tensor.
 
 use super::write::{self, Meta};
-use super::{metadata, vocabulary};
+use super::{metadata, template_file, vocabulary};
 use anyhow::{bail, Context, Result};
 use candle::quantized::{GgmlDType, QTensor};
 use candle::{DType, Device};
-use gem::models::gemma4::{Config, Gguf, Weights};
+use gem::models::gemma4::{Config, Gguf, StopTokens, Weights};
 use rayon::prelude::*;
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 
 /// Elements that one thread quantizes at a time.
 const CHUNK: usize = 1 << 20;
+const GENERATION: &str = "generation_config.json";
 
 /// What is to be written, with all of it checked and nothing of it done.
 pub struct Plan {
@@ -27,7 +28,8 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// `folder` holds config.json, tokenizer.json and the weights; also chat_template.jinja if there is one.
+    /// `folder` holds config.json, tokenizer.json and the weights; also generation_config.json, chat_template.jinja and
+    /// tokenizer_config.json if they are there.
     pub fn new(folder: &Path, wanted: GgmlDType) -> Result<Self> {
         let config = Config::from_file(folder.join("config.json"))?;
         let weights = Weights::open_dir(folder)?;
@@ -48,8 +50,10 @@ impl Plan {
         };
         match read("tokenizer.json")? {
             Some(text) => {
+                let generation = read(GENERATION)?;
+                let stop = StopTokens::new(&config, generation.as_deref()).context(GENERATION)?;
                 let (tokenizer, more) =
-                    vocabulary::of_tokenizer(&text, &config).context("tokenizer.json")?;
+                    vocabulary::of_tokenizer(&text, &config, &stop).context("tokenizer.json")?;
                 metadata.extend(tokenizer);
                 notes.extend(more);
             }
@@ -57,7 +61,7 @@ impl Plan {
                 notes.push("the folder has no tokenizer.json, so the file has no tokenizer".into())
             }
         }
-        if let Some(template) = read("chat_template.jinja")? {
+        if let Some((template, _)) = template_file::of_checkpoint(folder)? {
             metadata.push(("tokenizer.chat_template".into(), Meta::Text(template)));
         }
         let rope_freqs = metadata::rope_freqs(&config)?;

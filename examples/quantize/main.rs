@@ -5,6 +5,8 @@ mod convert;
 #[allow(dead_code, reason = "this example does not report its peak")]
 mod memory;
 mod metadata;
+#[path = "../gemma4/chat/template_file.rs"]
+mod template_file;
 mod vocabulary;
 mod write;
 
@@ -23,7 +25,8 @@ use std::path::PathBuf;
 #[derive(Debug, Parser)]
 #[command(name = "quantize", version)]
 struct Args {
-    /// Folder with config.json, the safetensors files, and tokenizer.json and chat_template.jinja if they are to go along.
+    /// Folder with config.json, the safetensors files, and tokenizer.json, generation_config.json and chat_template.jinja (or
+    /// tokenizer_config.json) if they are to go along.
     model: PathBuf,
 
     /// The file to write.

@@ -2,7 +2,7 @@
 
 use super::write::Meta;
 use anyhow::{bail, Context, Result};
-use gem::models::gemma4::Config;
+use gem::models::gemma4::{Config, StopTokens};
 use serde_json::{json, Value};
 use std::collections::BTreeMap;
 
@@ -26,8 +26,13 @@ const VISIBLE: [&str; 7] = [
 /// Metadata by key.
 pub type Entries = Vec<(String, Meta)>;
 
-/// From the text of a `tokenizer.json`; refuses what the format can't say, and gives a note on what it leaves out.
-pub fn of_tokenizer(text: &str, config: &Config) -> Result<(Entries, Vec<String>)> {
+/// From the text of a `tokenizer.json`; refuses what the format can't say, and gives a note on what it leaves out. `stop` is all
+/// that ends an answer.
+pub fn of_tokenizer(
+    text: &str,
+    config: &Config,
+    stop: &StopTokens,
+) -> Result<(Entries, Vec<String>)> {
     let json: Value = serde_json::from_str(text)?;
     let model = &json["model"];
     for (key, want) in [
@@ -118,13 +123,21 @@ pub fn of_tokenizer(text: &str, config: &Config) -> Result<(Entries, Vec<String>
         ("merges", Meta::Texts(merges)),
         ("bos_token_id", Meta::U32(config.bos_token_id)),
     ];
-    let eos = ids.get("<eos>").or(config.eos_token_ids.first()).copied();
+    let token = |name| ids.get(name).copied();
+    let (eos, eot) = (
+        token("<eos>").or(stop.ids().first().copied()),
+        token("<turn|>"),
+    );
+    // Readers of the format know the last of these three by its name.
+    let known = [eos, eot, token("<|tool_response>")];
+    let mut more = stop.ids().iter().filter(|id| !known.contains(&Some(**id)));
     let others = [
         ("eos_token_id", eos),
-        ("eot_token_id", ids.get("<turn|>").copied()),
+        ("eot_token_id", eot),
+        ("eom_token_id", more.next().copied()),
         ("unknown_token_id", unk),
-        ("padding_token_id", ids.get("<pad>").copied()),
-        ("mask_token_id", ids.get("<mask>").copied()),
+        ("padding_token_id", token("<pad>")),
+        ("mask_token_id", token("<mask>")),
     ];
     let others = others
         .into_iter()
@@ -132,16 +145,7 @@ pub fn of_tokenizer(text: &str, config: &Config) -> Result<(Entries, Vec<String>
     metadata.extend(others);
     metadata.push(("add_bos_token", Meta::Bool(true)));
     metadata.push(("add_space_prefix", Meta::Bool(false)));
-    for id in &config.eos_token_ids {
-        let said = [
-            eos,
-            ids.get("<turn|>").copied(),
-            ids.get("<|tool_response>").copied(),
-        ];
-        if !said.contains(&Some(*id)) {
-            notes.push(format!("GGUF has no room for the stop token {id}"));
-        }
-    }
+    notes.extend(more.map(|id| format!("GGUF has no room for the stop token {id}")));
     let named = |(key, value)| (format!("tokenizer.ggml.{key}"), value);
     Ok((metadata.into_iter().map(named).collect(), notes))
 }

@@ -9,7 +9,7 @@ use crate::example_quantize_write::Meta;
 use crate::gguf_support::{altered, made, set, try_altered};
 use candle::quantized::{GgmlDType, QStorage, QTensor};
 use candle::{DType, Device, Result, Tensor};
-use gem::models::gemma4::{AttentionPath, Config, Model, Weights};
+use gem::models::gemma4::{AttentionPath, Config, Gguf, Model, StopTokens, Weights};
 use std::path::Path;
 use tokenizers::Tokenizer;
 
@@ -181,6 +181,63 @@ fn the_tokenizer_is_that_of_the_checkpoint() {
     }
     assert_eq!(gguf.config().eos_token_ids, [1, 6]);
     assert_eq!(gguf.chat_template(), None);
+}
+
+/// The trained model with what its folder does not have, in a folder of its own.
+fn with_files(files: &[(&str, &str)]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+        std::fs::copy(trained_model().join(name), dir.path().join(name)).unwrap();
+    }
+    for (name, text) in files {
+        std::fs::write(dir.path().join(name), text).unwrap();
+    }
+    dir
+}
+
+/// The format has room for one token beside `<eos>`, `<turn|>` and `<|tool_response>`.
+#[test]
+fn the_stop_tokens_of_the_generation_config_are_in_the_file() {
+    let stops = |ids: &str| {
+        let text = format!("{{\"eos_token_id\": {ids}}}");
+        let dir = with_files(&[("generation_config.json", &text)]);
+        let plan = Plan::new(dir.path(), GgmlDType::Q8_0).unwrap();
+        let notes = plan.notes.clone();
+        let path = dir.path().join("model.gguf");
+        plan.write(&path, |_| ()).unwrap();
+        let gguf = Gguf::open(&path).unwrap();
+        let stop = StopTokens::new(gguf.config(), None).unwrap();
+        let mut ids = stop.ids().to_vec();
+        ids.sort();
+        let left_out: Vec<_> = notes
+            .into_iter()
+            .filter(|note| note.contains("stop token"))
+            .collect();
+        (ids, left_out)
+    };
+    assert_eq!(stops("[1, 6]"), (vec![1, 6], vec![]));
+    assert_eq!(stops("106"), (vec![1, 6, 106], vec![]));
+    let left_out = vec!["GGUF has no room for the stop token 400".to_string()];
+    assert_eq!(stops("[300, 6, 400, 1]"), (vec![1, 6, 300], left_out));
+}
+
+#[test]
+fn the_chat_template_of_either_file_is_in_the_file() {
+    let list = r#"{"chat_template": [{"name": "default", "template": "two"}]}"#;
+    for (files, want) in [
+        (&[][..], None),
+        (&[("tokenizer_config.json", list)][..], Some("two")),
+        (
+            &[
+                ("tokenizer_config.json", list),
+                ("chat_template.jinja", "one"),
+            ],
+            Some("one"),
+        ),
+    ] {
+        let (_file, gguf) = made(with_files(files).path(), GgmlDType::Q8_0);
+        assert_eq!(gguf.chat_template(), want);
+    }
 }
 
 fn refused(alter: impl FnOnce(&mut Plan)) -> String {

@@ -56,6 +56,8 @@ mod qsa_prep;
 mod qsa_projection;
 mod qsa_refusals;
 mod qsa_support;
+mod quantize_cli;
+mod real_tokenizer;
 mod reference_attention;
 mod rope;
 mod shared_kv;
@@ -68,8 +70,8 @@ mod weights;
 
 // As the program names them to each other.
 use {
-    example_quantize_metadata as metadata, example_quantize_vocabulary as vocabulary,
-    example_quantize_write as write,
+    example_chat::template_file, example_quantize_metadata as metadata,
+    example_quantize_vocabulary as vocabulary, example_quantize_write as write,
 };
 
 // The harness that runs kernels from their text is for this one system.

@@ -1,0 +1,204 @@
+//! The `quantize` example as its users run it, and what it makes in the hands of the `gemma4` example.
+
+use crate::common::{self, trained_model};
+use gem::models::gemma4::Gguf;
+use std::io::Write;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Status, stdout, stderr.
+fn run(name: &str, args: &[&str], stdin: &str) -> (bool, String, String) {
+    let mut child = common::start(name, args);
+    // A program that refuses its arguments does not read.
+    child.stdin.take().unwrap().write_all(stdin.as_bytes()).ok();
+    let out = child.wait_with_output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (out.status.success(), text(out.stdout), text(out.stderr))
+}
+
+/// The trained model with these files beside it.
+fn checkpoint(files: &[(&str, &str)]) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+        std::fs::copy(trained_model().join(name), dir.path().join(name)).unwrap();
+    }
+    for (name, text) in files {
+        std::fs::write(dir.path().join(name), text).unwrap();
+    }
+    dir
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name();
+    entries
+        .map(|entry| name(entry).into_string().unwrap())
+        .collect()
+}
+
+#[test]
+fn mistakes_are_named_and_leave_no_file() {
+    let (folder, out) = (trained_model(), tempfile::tempdir().unwrap());
+    let (folder, file) = (folder.to_str().unwrap(), out.path().join("model.gguf"));
+    let nowhere = out.path().join("none/model.gguf");
+    let damaged = checkpoint(&[("model.safetensors", "no tensors")]);
+    let bad_tokenizer = checkpoint(&[("tokenizer.json", "{}")]);
+    let path = |path: &'static str| path;
+    for (from, to, kind, wanted) in [
+        (folder, &file, "q3_k", "[possible values: q4_0, q8_0, q4_k"),
+        (path("no/such/folder"), &file, "q8_0", "no/such/folder"),
+        (folder, &nowhere, "q8_0", "none/model.gguf"),
+        (
+            damaged.path().to_str().unwrap(),
+            &file,
+            "q8_0",
+            "model.safetensors",
+        ),
+        (
+            bad_tokenizer.path().to_str().unwrap(),
+            &file,
+            "q8_0",
+            "/model/type is null, want \"BPE\"",
+        ),
+    ] {
+        let args = [from, to.to_str().unwrap(), "--type", kind];
+        let (success, stdout, stderr) = run("quantize", &args, "");
+        assert!(!success && stdout.is_empty(), "{args:?}");
+        assert!(stderr.contains(wanted), "{args:?}: {stderr}");
+        assert!(!stderr.contains("panicked"), "{stderr}");
+        assert_eq!(names(out.path()), [""; 0], "{args:?}");
+    }
+}
+
+#[test]
+fn a_file_that_is_there_is_replaced_only_when_told() {
+    let out = tempfile::tempdir().unwrap();
+    let file = out.path().join("model.gguf");
+    std::fs::write(&file, "precious").unwrap();
+    let model = trained_model();
+    let args = [
+        model.to_str().unwrap(),
+        file.to_str().unwrap(),
+        "--type",
+        "q8_0",
+    ];
+    let (success, _, stderr) = run("quantize", &args, "");
+    assert!(!success);
+    assert!(
+        stderr.contains("model.gguf is there already, --force replaces it"),
+        "{stderr}"
+    );
+    assert_eq!(std::fs::read(&file).unwrap(), b"precious");
+    let (success, _, stderr) = run("quantize", &[&args[..], &["--force"]].concat(), "");
+    assert!(success, "{stderr}");
+    assert!(
+        stderr.contains("wrote ") && stderr.contains("Q8_0"),
+        "{stderr}"
+    );
+    Gguf::open(&file).unwrap().check().unwrap();
+    assert_eq!(names(out.path()), ["model.gguf"]);
+}
+
+/// At whatever byte it dies, the name holds the old file or the whole new one.
+#[test]
+fn a_killed_run_leaves_no_half_file_under_the_name() {
+    let model = trained_model();
+    let mut halfway = 0;
+    for pause in [0, 5, 20, 50] {
+        let out = tempfile::tempdir().unwrap();
+        let file = out.path().join("model.gguf");
+        std::fs::write(&file, "old").unwrap();
+        let (from, to) = (model.to_str().unwrap(), file.to_str().unwrap());
+        let mut child = common::start("quantize", &[from, to, "--type", "q6_k", "--force"]);
+        let start = Instant::now();
+        let parts = || names(out.path()).len() > 1;
+        while !parts() && child.try_wait().unwrap().is_none() {
+            assert!(start.elapsed() < Duration::from_secs(60));
+        }
+        std::thread::sleep(Duration::from_millis(pause));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        halfway += usize::from(parts());
+        match std::fs::read(&file).unwrap() == b"old" {
+            true => {}
+            false => Gguf::open(&file).unwrap().check().unwrap(),
+        }
+    }
+    assert!(halfway > 0, "no run was killed before it was done");
+}
+
+/// The second word of the story ends the answer, by the file alone.
+#[test]
+fn a_quantized_model_stops_where_its_generation_config_says() {
+    let tokenizer = tokenizers::Tokenizer::from_file(trained_model().join("tokenizer.json"));
+    let had = tokenizer.unwrap().token_to_id("▁had").unwrap();
+    let text = format!("{{\"eos_token_id\": [1, 6, {had}]}}");
+    let dir = checkpoint(&[("generation_config.json", &text)]);
+    let alone = tempfile::tempdir().unwrap();
+    let file = alone.path().join("model.gguf");
+    let (from, to) = (dir.path().to_str().unwrap(), file.to_str().unwrap());
+    let (success, _, stderr) = run("quantize", &[from, to, "--type", "q8_0"], "");
+    assert!(success, "{stderr}");
+    let story = [
+        "--cpu",
+        "--prompt",
+        "Once upon a time there was",
+        "-n",
+        "24",
+    ];
+    for files in [from, to] {
+        let args = [&story[..], &["--weight-files", files]].concat();
+        let (success, stdout, stderr) = run("gemma4", &args, "");
+        assert!(success, "{stderr}");
+        assert_eq!(stdout, " a man who\n", "{files}");
+        let finish = format!("finish: stop (token {had})");
+        assert!(stderr.contains(&finish), "{files}: {stderr}");
+    }
+}
+
+/// Words that only the template knows come back in every answer; so it was read from the file.
+#[test]
+fn a_conversation_runs_by_the_template_in_the_file() {
+    let template = "\
+{{ bos_token }}{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else 'user' }}
+{% if m.role == 'user' %} The secret words are cloak, silver and window. Remember them.
+{% endif %}{{ m.content }}<turn|>
+{% endfor %}{{ '<|turn>model\\n' }}";
+    let dir = checkpoint(&[("chat_template.jinja", template)]);
+    let alone = tempfile::tempdir().unwrap();
+    let file = alone.path().join("model.gguf");
+    let saved = |name: &str| alone.path().join(name);
+    let (from, to) = (dir.path().to_str().unwrap(), file.to_str().unwrap());
+    let (success, _, stderr) = run("quantize", &[from, to, "--type", "bf16"], "");
+    assert!(success, "{stderr}");
+    let ask = "What are the secret words?\n";
+    let talk = |name: &str| {
+        format!(
+            "{ask}{ask}/save {}\n/reset\n{ask}/save {}\n",
+            saved(name).display(),
+            saved(&format!("reset-{name}")).display()
+        )
+    };
+    let chat = ["--cpu", "--chat", "-n", "24", "--weight-files"];
+    let (success, of_file, log) = run("gemma4", &[&chat[..], &[to]].concat(), &talk("gguf.json"));
+    assert!(success, "{log}");
+    assert!(!log.contains("no chat template"), "{log}");
+    // The second turn the first, and the third, after the reset, what the first was asked.
+    assert_eq!(log.matches("reused ").count(), 2, "{log}");
+    let answers: Vec<_> = of_file.lines().collect();
+    assert_eq!(answers.len(), 3, "{of_file}");
+    for answer in [answers[0], answers[2]] {
+        assert_eq!(answer, "The secret words are cloak, silver and window.");
+    }
+    // bf16 weights as f32 are the checkpoint's own.
+    let (success, of_folder, log) =
+        run("gemma4", &[&chat[..], &[from]].concat(), &talk("dir.json"));
+    assert!(success, "{log}");
+    assert_eq!(of_file, of_folder);
+    for (name, turns) in [("gguf.json", 4), ("reset-gguf.json", 2)] {
+        let text = std::fs::read(saved(name)).unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!(json["turns"].as_array().unwrap().len(), turns);
+        assert_eq!(json["turns"][1]["content"], answers[0]);
+    }
+}
