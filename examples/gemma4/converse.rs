@@ -57,7 +57,7 @@ fn read_turn(input: &mut StdinLock, person: bool) -> Result<Option<String>> {
     let mut prompt = "> ";
     loop {
         if person {
-            eprint!("{prompt}");
+            interrupt::ask(prompt);
         }
         let mut line = String::new();
         if input.read_line(&mut line).context("stdin")? == 0 {

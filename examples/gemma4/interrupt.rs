@@ -2,9 +2,12 @@
 
 use anyhow::{Context, Result};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Mutex;
 
 static ANSWERING: AtomicBool = AtomicBool::new(false);
 static WANTED: AtomicBool = AtomicBool::new(false);
+/// What stands at the beginning of the line that a person writes.
+static PROMPT: Mutex<&str> = Mutex::new("");
 /// What a shell says of a program that SIGINT ended.
 const STATUS: i32 = 130;
 
@@ -16,7 +19,8 @@ pub fn handle() -> Result<()> {
             std::process::exit(STATUS);
         }
         if !ANSWERING.load(Ordering::SeqCst) {
-            eprintln!("\nCtrl-C again or /quit ends the chat");
+            let prompt = PROMPT.lock().map_or("", |prompt| *prompt);
+            eprint!("\nCtrl-C again or /quit ends the chat\n{prompt}");
         }
     })
     .context("Ctrl-C")
@@ -31,4 +35,12 @@ pub fn wanted() -> bool {
 pub fn answering(now: bool) {
     WANTED.store(false, Ordering::SeqCst);
     ANSWERING.store(now, Ordering::SeqCst);
+}
+
+/// Shows `prompt`, now and again after Ctrl-C.
+pub fn ask(prompt: &'static str) {
+    eprint!("{prompt}");
+    if let Ok(mut shown) = PROMPT.lock() {
+        *shown = prompt;
+    }
 }

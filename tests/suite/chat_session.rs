@@ -4,6 +4,7 @@ use crate::common::{self, trained_model};
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Child, Command};
+use std::time::{Duration, Instant};
 
 fn start(args: &[&str]) -> Child {
     common::start("gemma4", &[&["--chat"], args].concat())
@@ -113,6 +114,45 @@ fn a_full_context_is_said_with_what_to_do_and_the_session_goes_on() {
     );
     assert!(log.contains("/reset begins anew"), "{log}");
     assert_eq!(out.lines().count(), 1, "{out}");
+}
+
+/// At whatever byte it dies, the name holds a whole conversation.
+#[test]
+fn a_save_that_is_killed_leaves_no_half_file_under_the_name() {
+    let turn = |role, i| serde_json::json!({"role": role, "content": format!("{i} ").repeat(2000)});
+    let pairs = (0..500).flat_map(|i| [turn("user", i), turn("model", i)]);
+    let long = serde_json::json!({"turns": pairs.collect::<Vec<_>>()}).to_string();
+    let mut halfway = 0;
+    for pause in [0, 3, 10, 30] {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name| folder.path().join(name);
+        std::fs::write(file("long.json"), &long).unwrap();
+        std::fs::write(file("talk.json"), r#"{"turns": []}"#).unwrap();
+        let mut child = start(&["-q"]);
+        let load = format!("/load {}\n", file("long.json").display());
+        let save = format!("/save {}\n", file("talk.json").display());
+        // Far more than it gets to.
+        let lines = load + &save.repeat(200);
+        child
+            .stdin
+            .as_mut()
+            .unwrap()
+            .write_all(lines.as_bytes())
+            .unwrap();
+        let parts = || std::fs::read_dir(folder.path()).unwrap().count() > 2;
+        let begun = Instant::now();
+        while !parts() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "no save begins");
+        }
+        std::thread::sleep(Duration::from_millis(pause));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        halfway += usize::from(parts());
+        let saved = std::fs::read(file("talk.json")).unwrap();
+        let saved: serde_json::Value = serde_json::from_slice(&saved).unwrap();
+        assert!([0, 1000].contains(&saved["turns"].as_array().unwrap().len()));
+    }
+    assert!(halfway > 0, "no save was killed before it was done");
 }
 
 /// Ctrl-C.
