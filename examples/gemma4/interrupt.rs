@@ -37,8 +37,9 @@ pub fn answering(now: bool) {
     ANSWERING.store(now, Ordering::SeqCst);
 }
 
-/// Shows `prompt`, now and again after Ctrl-C.
+/// Shows `prompt`, now and again after Ctrl-C; a line after that makes the next one the first again.
 pub fn ask(prompt: &'static str) {
+    WANTED.store(false, Ordering::SeqCst);
     eprint!("{prompt}");
     if let Ok(mut shown) = PROMPT.lock() {
         *shown = prompt;
