@@ -9,6 +9,8 @@ use gem::models::gemma4::{Config, Gguf, Model, StopTokens, Weights};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
+/// Bytes of a file that is read whole; Gemma's tokenizer has 32 MiB.
+const LARGEST_FILE: u64 = 512 << 20;
 const BUILT_IN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-gemma4");
 
 /// Where a checkpoint is; the model of this repository by default.
@@ -77,7 +79,12 @@ impl ModelFiles {
         let Some(id) = &self.hub.model_id else {
             return Ok(self.clone());
         };
-        let fetched = hub::fetch(&self.hub, id, self.weight_files.as_deref())?;
+        let named = self.weight_files.as_deref();
+        if self.config_file.is_none() && named.is_none() {
+            // What is not implemented is refused before gigabytes are fetched for nothing.
+            Config::from_file(hub::fetch_config(&self.hub, id)?)?;
+        }
+        let fetched = hub::fetch(&self.hub, id, named)?;
         // Weights may be in a folder of their repository; these are not.
         let beside = |given: &Option<PathBuf>, name| {
             let file = fetched.folder.join(name);
@@ -176,12 +183,12 @@ impl Checkpoint {
         let tokenizer_file = beside(&given.tokenizer_file, "tokenizer.json");
         let tokenizer = read_tokenizer(&tokenizer_file, &config)?;
         let generation_file = folder.join("generation_config.json");
-        let generation = match std::fs::read_to_string(&generation_file) {
-            Ok(text) => Some(text),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
-            Err(e) => return Err(e).with_context(|| generation_file.display().to_string()),
+        let generation = match generation_file.exists() {
+            true => Some(read(&generation_file)?),
+            false => None,
         };
-        let stop = StopTokens::new(&config, generation.as_deref())?;
+        let stop = StopTokens::new(&config, generation.as_deref())
+            .with_context(|| generation_file.display().to_string())?;
         Ok(Self {
             config,
             tokenizer,
@@ -219,7 +226,8 @@ impl Checkpoint {
 }
 
 fn read_tokenizer(file: &Path, config: &Config) -> Result<Tokenizer> {
-    let tokenizer = Tokenizer::from_file(file).map_err(|e| anyhow!("{}: {e}", file.display()))?;
+    let tokenizer =
+        Tokenizer::from_bytes(read(file)?).map_err(|e| anyhow!("{}: {e}", file.display()))?;
     let vocab = tokenizer.get_vocab_size(true);
     if vocab > config.vocab_size {
         bail!(
@@ -229,4 +237,21 @@ fn read_tokenizer(file: &Path, config: &Config) -> Result<Tokenizer> {
         );
     }
     Ok(tokenizer)
+}
+
+/// The text of a regular file, whatever links lead to it: a device need not end, a pipe need not begin.
+fn read(file: &Path) -> Result<String> {
+    let place = || file.display().to_string();
+    let found = std::fs::metadata(file).with_context(place)?;
+    if !found.is_file() {
+        bail!("{}: is no regular file", place());
+    }
+    if found.len() > LARGEST_FILE {
+        bail!(
+            "{}: has {} bytes, want at most {LARGEST_FILE}",
+            place(),
+            found.len()
+        );
+    }
+    std::fs::read_to_string(file).with_context(place)
 }

@@ -433,7 +433,7 @@ fn a_proxy_is_asked_where_one_is_named() {
 }
 
 #[test]
-fn a_full_disk_is_found_before_a_byte_is_fetched() {
+fn a_full_disk_is_found_before_a_large_file_is_fetched() {
     let (home, hub) = (
         home(),
         MockHub::serve(
@@ -451,7 +451,7 @@ fn a_full_disk_is_found_before_a_byte_is_fetched() {
         "{stderr}"
     );
     assert!(stderr.contains("set HF_HOME"), "{stderr}");
-    assert_eq!(hub.fetched(), Vec::<String>::new());
+    assert_eq!(hub.fetched(), ["config.json"]);
 }
 
 /// The trained model in two shards, and a third that holds nothing but vision.
@@ -542,6 +542,27 @@ fn names_that_lead_out_of_the_repository_are_refused() {
         &[],
     );
     assert!(stderr.contains("--revision is \"../../x\""), "{stderr}");
+}
+
+/// huggingface/candle#3967: variants that the graph does not implement.
+#[test]
+fn a_variant_that_is_not_implemented_is_refused_before_its_weights_are_fetched() {
+    let mut files = tiny();
+    let mut config: serde_json::Value = serde_json::from_slice(&files[0].1).unwrap();
+    let text = match config.get_mut("text_config") {
+        Some(text) => text,
+        None => &mut config,
+    };
+    text["hidden_size_per_layer_input"] = 256.into();
+    files[0].1 = config.to_string().into_bytes();
+    let (home, hub) = (home(), MockHub::serve(files, Faults::default()));
+    let (success, _, stderr) = gemma4(home.path(), &hub.address, &[], &[]);
+    assert!(!success);
+    assert!(
+        stderr.contains("`hidden_size_per_layer_input` is 256"),
+        "{stderr}"
+    );
+    assert_eq!(hub.fetched(), ["config.json"]);
 }
 
 #[test]

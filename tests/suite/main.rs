@@ -59,6 +59,7 @@ mod qsa_support;
 mod quantize_cli;
 mod real_tokenizer;
 mod reference_attention;
+mod resource_limits;
 mod rope;
 mod shared_kv;
 mod shared_kv_model;

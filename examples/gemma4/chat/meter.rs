@@ -27,7 +27,7 @@ thread_local! {
     static METER: Cell<*const Meter> = const { Cell::new(ptr::null()) };
 }
 
-/// What `work` gives, or which bound it broke: `bytes` held at a time or `time` passed.
+/// What `work` gives, or which bound it broke: `bytes` held at a time or `time` passed. A panic of it is an error, too.
 ///
 /// It runs on a thread of its own. One that breaks a bound is left asleep where it next allocates, with what it holds, since it
 /// can't be ended from outside: don't let the same work try again.
@@ -54,10 +54,14 @@ pub fn run<T: Send + 'static>(
     loop {
         match result.recv_timeout(GLANCE) {
             Ok(outcome) => return Ok(outcome),
-            Err(RecvTimeoutError::Disconnected) => match thread.join() {
-                Err(panic) => std::panic::resume_unwind(panic),
-                Ok(()) => return Err("it gave no result".into()),
-            },
+            Err(RecvTimeoutError::Disconnected) => {
+                let panic = thread.join().err();
+                let text = panic.as_ref().and_then(|cause| {
+                    let text = cause.downcast_ref::<String>().map(String::as_str);
+                    text.or(cause.downcast_ref::<&str>().copied())
+                });
+                return Err(format!("it panicked: {}", text.unwrap_or("without a word")));
+            }
             Err(RecvTimeoutError::Timeout) if meter.stopped.load(Ordering::Relaxed) => {
                 return Err(format!("it takes more than {} MiB of memory", bytes >> 20))
             }

@@ -6,7 +6,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 /// Bytes of a file that may hold a template.
-const LARGEST: usize = 4 << 20;
+const LARGEST: u64 = 4 << 20;
 
 /// The template and where it is from: `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`.
 pub fn of_checkpoint(folder: &Path) -> Result<Option<(String, String)>> {
@@ -45,18 +45,18 @@ fn default_of(named: &[Value]) -> Option<&String> {
 
 /// The text of a file, `None` if there is none.
 pub fn read(path: &Path) -> Result<Option<String>> {
-    let bytes = match std::fs::read(path) {
-        Ok(bytes) => bytes,
+    match std::fs::metadata(path) {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(e).with_context(|| path.display().to_string()),
-    };
-    if bytes.len() > LARGEST {
-        bail!(
-            "{}: {} bytes, want at most {LARGEST}",
+        Ok(file) if !file.is_file() => bail!("{}: is no regular file", path.display()),
+        Ok(file) if file.len() > LARGEST => bail!(
+            "{}: has {} bytes, want at most {LARGEST}",
             path.display(),
-            bytes.len()
-        );
+            file.len()
+        ),
+        Ok(_) => {}
     }
+    let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
     String::from_utf8(bytes)
         .map(Some)
         .with_context(|| path.display().to_string())

@@ -1,6 +1,6 @@
 //! What a Gemma 4 text decoder is made of, resolved: every layer states its own numbers.
 
-use super::dialect;
+use super::{dialect, file};
 use candle::{bail, Result};
 
 /// What a layer may look at.
@@ -74,6 +74,9 @@ impl Config {
     /// Reads a `config.json`.
     pub fn from_file(path: impl AsRef<std::path::Path>) -> Result<Self> {
         let path = path.as_ref();
+        if let Some(fault) = file::fault(path, file::LARGEST_CONFIG) {
+            bail!("gemma4 config: {}: {fault}", path.display());
+        }
         match std::fs::read_to_string(path) {
             Ok(text) => Self::from_json(&text).map_err(|e| e.context(path.display().to_string())),
             Err(e) => bail!("gemma4 config: {}: {e}", path.display()),

@@ -4,6 +4,7 @@ mod attention;
 mod cache;
 mod config;
 mod dialect;
+mod file;
 mod generation;
 mod gguf;
 mod json;

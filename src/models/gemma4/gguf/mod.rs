@@ -8,6 +8,7 @@ mod tokenizer;
 
 pub use header::Value;
 
+use super::file;
 use super::matrix::Matrix;
 use super::source::Source;
 use super::Config;
@@ -39,8 +40,10 @@ pub struct Gguf {
 impl Gguf {
     /// Whether the file at `path` begins as GGUF files do; false if it can't be read.
     pub fn is_gguf(path: impl AsRef<Path>) -> bool {
+        let path = path.as_ref();
         let mut magic = [0; 4];
-        File::open(path).is_ok_and(|mut file| file.read_exact(&mut magic).is_ok())
+        file::fault(path, u64::MAX).is_none()
+            && File::open(path).is_ok_and(|mut file| file.read_exact(&mut magic).is_ok())
             && &magic == b"GGUF"
     }
 
@@ -54,6 +57,9 @@ impl Gguf {
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let open = || -> Result<Self> {
+            if let Some(fault) = file::fault(path, u64::MAX) {
+                bail!("{fault}");
+            }
             let file = File::open(path)?;
             let header = header::read(BufReader::new(&file))?;
             let entry = config::rope_freqs(&header)?;

@@ -1,5 +1,6 @@
 //! `model.safetensors.index.json`: which shard holds which tensor.
 
+use super::super::file;
 use super::{refuse, Shard, Weights};
 use candle::{bail, Result};
 use serde::Deserialize;
@@ -104,6 +105,9 @@ fn shards_beside(index: &Path) -> Result<BTreeSet<String>> {
 
 fn read(index: &Path) -> Result<Index> {
     let place = index.display();
+    if let Some(fault) = file::fault(index, file::LARGEST_INDEX) {
+        bail!("weights: {place}: {fault}")
+    }
     let parsed = match std::fs::read(index) {
         Ok(text) => serde_json::from_slice::<Index>(&text),
         Err(error) => bail!("weights: {place}: {error}"),

@@ -1,5 +1,6 @@
 //! One file of a checkpoint, mapped.
 
+use super::super::file;
 use super::fault;
 use candle::safetensors::MmapedSafetensors;
 use candle::{bail, Result};
@@ -23,6 +24,9 @@ pub(super) struct Entry {
 
 impl Shard {
     pub(super) fn open(path: &Path) -> Result<Self> {
+        if let Some(fault) = file::fault(path, u64::MAX) {
+            bail!("weights: {}: {fault}", path.display())
+        }
         // SAFETY: the mapping is sound while the file is left as it is, which `Weights` asks of its user.
         let map = match unsafe { MmapedSafetensors::new(path) } {
             Ok(map) => map,

@@ -1,0 +1,351 @@
+//! Files that claim, nest, lead or loop without end: each is refused by name, soon, and in a process that may have a GiB.
+#![cfg(target_os = "linux")]
+
+use crate::common::{example, trained_model};
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+const FILES: [&str; 4] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "model.safetensors",
+];
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The trained model as a hub's cache has it: a folder of links.
+fn linked() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in FILES {
+        symlink(trained_model().join(name), dir.path().join(name)).unwrap();
+    }
+    dir
+}
+
+/// The linked model with one file in place of another.
+fn with(name: &str, bytes: impl AsRef<[u8]>) -> TempDir {
+    let dir = linked();
+    std::fs::remove_file(dir.path().join(name)).ok();
+    std::fs::write(dir.path().join(name), bytes).unwrap();
+    dir
+}
+
+fn link_to(name: &str, target: impl AsRef<Path>) -> TempDir {
+    let dir = linked();
+    std::fs::remove_file(dir.path().join(name)).ok();
+    symlink(target, dir.path().join(name)).unwrap();
+    dir
+}
+
+/// Success, and what is on stderr, of a run that gets no more than a GiB of addresses.
+fn run(weights: &Path, args: &[&str]) -> (bool, String) {
+    let start = Instant::now();
+    let mut child = Command::new("sh")
+        .args(["-c", "ulimit -v 1048576; exec \"$0\" \"$@\""])
+        .arg(example("gemma4"))
+        .args(["--cpu", "-n", "2", "--prompt", "Once", "--weight-files"])
+        .arg(weights)
+        .args(args)
+        // Threads and their arenas take addresses too, whatever the machine.
+        .env("RAYON_NUM_THREADS", "2")
+        .env("MALLOC_ARENA_MAX", "2")
+        .env("RUST_BACKTRACE", "0")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    while child.try_wait().unwrap().is_none() {
+        if start.elapsed() > Duration::from_secs(60) {
+            child.kill().unwrap();
+            panic!("{}: it goes on and on", weights.display());
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let out = child.wait_with_output().unwrap();
+    (out.status.success(), String::from_utf8(out.stderr).unwrap())
+}
+
+fn assert_refused(dir: &TempDir, args: &[&str], file: &str, why: &str) {
+    let (success, log) = run(dir.path(), args);
+    assert!(!success, "{file} was taken, want {why}");
+    for want in [file, why] {
+        assert!(log.contains(want), "want {want}: {log}");
+    }
+    for not in ["panicked", "memory allocation"] {
+        assert!(!log.contains(not), "{log}");
+    }
+}
+
+#[test]
+fn a_checkpoint_may_be_a_folder_of_links() {
+    let (success, log) = run(linked().path(), &[]);
+    assert!(success, "{log}");
+}
+
+#[test]
+fn json_that_nests_without_end_is_refused() {
+    let arrays = "[".repeat(2_000_000);
+    let objects = r#"{"a":"#.repeat(1_000_000);
+    let inside = |key: &str| format!(r#"{{"{key}":{arrays}"#);
+    for text in [&arrays, &objects] {
+        for name in [FILES[0], FILES[1], FILES[2], INDEX] {
+            // Other parsers say it otherwise, or stop at what should be there.
+            let why = match name == FILES[2] || name == INDEX {
+                true => "",
+                false => "recursion limit",
+            };
+            assert_refused(&with(name, text), &[], name, why);
+        }
+    }
+    assert_refused(
+        &with(INDEX, inside("weight_map")),
+        &[],
+        INDEX,
+        "invalid type",
+    );
+    assert_refused(
+        &with(FILES[0], inside("text_config")),
+        &[],
+        FILES[0],
+        "recursion limit",
+    );
+    assert_refused(&with(FILES[2], inside("model")), &[], FILES[2], "");
+    let header = inside("model.norm.weight");
+    let header = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    assert_refused(&with(FILES[3], header), &[], FILES[3], "recursion limit");
+    let config = with("tokenizer_config.json", &arrays);
+    assert_refused(
+        &config,
+        &["--chat"],
+        "tokenizer_config.json",
+        "recursion limit",
+    );
+}
+
+#[test]
+fn sizes_that_no_file_has_are_refused() {
+    let safetensors =
+        |len: u64, header: &str| [&len.to_le_bytes()[..], header.as_bytes(), &[0; 16]].concat();
+    let of = |header: &str| safetensors(header.len() as u64, header);
+    let tensor = |shape: &str, end: u64| {
+        of(&format!(
+            r#"{{"model.norm.weight":{{"dtype":"F32","shape":{shape},"data_offsets":[0,{end}]}}}}"#
+        ))
+    };
+    let weights = FILES[3];
+    for (bytes, why) in [
+        (safetensors(1 << 63, "{}"), "header should have"),
+        (safetensors(99_999_999, "{}"), "header should have"),
+        (tensor("[1099511627776]", 1 << 42), "truncated"),
+        (tensor("[1099511627776,1099511627776]", 16), "does not fill"),
+        (tensor("[18446744073709551615]", 16), "does not fill"),
+    ] {
+        assert_refused(&with(weights, bytes), &[], weights, why);
+    }
+    // Many tensors of nothing: a header costs a small multiple of itself.
+    let many: Vec<_> = (0..200_000)
+        .map(|i| format!(r#""model.{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#))
+        .collect();
+    let many = of(&format!("{{{}}}", many.join(",")));
+    assert_refused(&with(weights, many), &[], weights, "");
+
+    let config = |key: &str, value: u64| {
+        let text = std::fs::read_to_string(trained_model().join(FILES[0])).unwrap();
+        let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+        match config.get_mut("text_config") {
+            Some(text) => text[key] = value.into(),
+            None => config[key] = value.into(),
+        }
+        with(FILES[0], config.to_string())
+    };
+    for key in [
+        "num_hidden_layers",
+        "vocab_size",
+        "hidden_size",
+        "head_dim",
+        "intermediate_size",
+    ] {
+        for value in [1 << 40, u64::MAX] {
+            assert_refused(&config(key, value), &[], FILES[0], key);
+            assert_refused(&config(key, value), &["--plan"], FILES[0], key);
+        }
+    }
+    for key in ["vocab_size", "intermediate_size"] {
+        assert_refused(&config(key, 1 << 24), &[], weights, "has shape");
+    }
+}
+
+#[test]
+fn gguf_headers_that_claim_more_than_their_file_are_refused() {
+    let header = |tensors: u64, entries: u64, rest: &[u8]| {
+        let counts = [tensors.to_le_bytes(), entries.to_le_bytes()].concat();
+        [b"GGUF\x03\0\0\0", counts.as_slice(), rest].concat()
+    };
+    let tensor = |dims: &[u64]| {
+        let mut out = [&1u64.to_le_bytes()[..], b"t"].concat();
+        out.extend((dims.len() as u32).to_le_bytes());
+        dims.iter().for_each(|dim| out.extend(dim.to_le_bytes()));
+        out.extend([0; 12 + 64]);
+        out
+    };
+    let text = [&(1u64 << 40).to_le_bytes()[..], &[b'k'; 64]].concat();
+    for (bytes, why) in [
+        (header(1_000_000_000, 0, &[0; 64]), "cannot be in the"),
+        (header(0, 1_000_000_000, &[0; 64]), "cannot be in the"),
+        (header(0, 1, &text), "a string of 1099511627776 bytes"),
+        (header(1, 0, &tensor(&[1 << 40, 1 << 40])), "has dimensions"),
+        (header(1, 0, &tensor(&[1 << 40])), "rope_freqs"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("m.gguf"), bytes).unwrap();
+        let (success, log) = run(&dir.path().join("m.gguf"), &[]);
+        assert!(
+            !success && log.contains("m.gguf") && log.contains(why),
+            "want {why}: {log}"
+        );
+        assert!(
+            !log.contains("panicked") && !log.contains("memory allocation"),
+            "{log}"
+        );
+    }
+}
+
+#[test]
+fn links_to_what_is_no_file_are_refused() {
+    for name in FILES {
+        let why = if name == FILES[3] {
+            "found no checkpoint"
+        } else {
+            "is no regular file"
+        };
+        assert_refused(&link_to(name, "/dev/zero"), &[], name, why);
+        let dir = linked();
+        let pipe = dir.path().join(name);
+        std::fs::remove_file(&pipe).unwrap();
+        assert!(Command::new("mkfifo")
+            .arg(&pipe)
+            .status()
+            .unwrap()
+            .success());
+        assert_refused(&dir, &[], name, why);
+    }
+    for name in ["chat_template.jinja", "tokenizer_config.json"] {
+        assert_refused(
+            &link_to(name, "/dev/zero"),
+            &["--chat"],
+            name,
+            "is no regular file",
+        );
+    }
+    // In a circle.
+    assert_refused(&link_to(FILES[0], FILES[0]), &[], FILES[0], "");
+    let index = |file: &str| format!(r#"{{"weight_map":{{"model.norm.weight":"{file}"}}}}"#);
+    for (file, why) in [
+        (
+            "../../x.safetensors",
+            "want the name of a file beside the index",
+        ),
+        ("/dev/zero", "want the name of a file beside the index"),
+        ("zero", "which is not beside the index"),
+        ("circle", "which is not beside the index"),
+        // The index itself.
+        (INDEX, "header should have"),
+    ] {
+        let dir = with(INDEX, index(file));
+        symlink("/dev/zero", dir.path().join("zero")).unwrap();
+        symlink("circle", dir.path().join("circle")).unwrap();
+        assert_refused(&dir, &[], INDEX, why);
+    }
+    let (zero, dir) = (Path::new("/dev/zero"), tempfile::tempdir().unwrap());
+    let (success, log) = run(zero, &["--config-file", dir.path().to_str().unwrap()]);
+    assert!(
+        !success && log.contains("/dev/zero: is no regular file"),
+        "{log}"
+    );
+}
+
+/// One shard under two names: every tensor of it would be there twice.
+#[test]
+fn a_shard_that_is_there_under_two_names_is_refused() {
+    let dir = linked();
+    let weights = dir.path().join(FILES[3]);
+    for name in ["a.safetensors", "b.safetensors"] {
+        symlink(&weights, dir.path().join(name)).unwrap();
+    }
+    let bytes = std::fs::read(&weights).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let names = tensors.names();
+    let entries = names
+        .iter()
+        .enumerate()
+        .map(|(i, name)| format!(r#""{name}":"{}.safetensors""#, ["a", "b"][i % 2]));
+    let entries: Vec<_> = entries.collect();
+    let index = format!(r#"{{"weight_map":{{{}}}}}"#, entries.join(","));
+    std::fs::write(dir.path().join(INDEX), index).unwrap();
+    assert_refused(&dir, &[], INDEX, "does not put it");
+    // The same tensor put into two files: the last word counts, and the first file has what it should not.
+    let twice = entries.iter().map(|e| e.replace("b.", "a."));
+    let twice: Vec<_> = twice
+        .chain([format!(r#""{}":"b.safetensors""#, names[0])])
+        .collect();
+    let index = format!(r#"{{"weight_map":{{{}}}}}"#, twice.join(","));
+    std::fs::write(dir.path().join(INDEX), index).unwrap();
+    assert_refused(&dir, &[], INDEX, "does not put it");
+}
+
+#[test]
+fn chat_templates_that_loop_or_grow_are_refused() {
+    let file = "chat_template.jinja";
+    let double = "{% set ns.s = ns.s ~ ns.s %}";
+    let begin = "{% set ns = namespace(s='0123456789abcdef') %}";
+    let memory = "it asks for more than 256 MiB of memory";
+    for (source, why) in [
+        (
+            "{% for a in range(99999) %}".repeat(4) + "x" + &"{% endfor %}".repeat(4),
+            "fuel",
+        ),
+        (
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}".into(),
+            "recursion",
+        ),
+        // A string that doubles 60 times, in a loop and in so many words.
+        (
+            format!(
+                "{begin}{{% for i in range(60) %}}{double}{{% endfor %}}{{{{ ns.s | length }}}}"
+            ),
+            memory,
+        ),
+        (
+            format!("{begin}{}{{{{ ns.s | length }}}}", double.repeat(60)),
+            memory,
+        ),
+        // What the compiler works out, again and again.
+        ("{{ 'x' * 99999999 }}".repeat(1000), memory),
+        // Little at a time, of what is held already.
+        (
+            format!(
+                "{begin}{}{{% for i in range(99999) %}}{{% set x = ns.s ~ i %}}{{% endfor %}}",
+                double.repeat(15)
+            ),
+            memory,
+        ),
+        // By a filter: 8,192 times 128 KiB.
+        (
+            format!(
+                "{begin}{}{{{{ ns.s | replace('0', ns.s) }}}}",
+                double.repeat(13)
+            ),
+            memory,
+        ),
+        ("{% if %}".into(), "chat template failed"),
+        ("{{ messages".into(), "chat template failed"),
+    ] {
+        assert_refused(&with(file, &source), &["--chat"], file, why);
+    }
+    let long = " ".repeat((4 << 20) + 1);
+    assert_refused(&with(file, long), &["--chat"], file, "want at most 4194304");
+}
