@@ -1,9 +1,13 @@
 //! Many threads in one op at once.
 
-use crate::attention_support::{bits, normal};
+use crate::attention_support::normal;
+use crate::common::example;
+use crate::qsa_support::{bytes, results, state_at, Rows};
 use candle::{DType, Device, Result, Tensor};
 use gem::attention::{RotaryKeys, RotaryTables};
-use gem::{attention_d512, attention_d512_shared_kv, FusedProjection};
+use gem::{
+    attention_d512, attention_d512_shared_kv, AttentionD512, AttentionPartials, FusedProjection,
+};
 
 const THREADS: usize = 8;
 
@@ -45,8 +49,8 @@ fn a_result_that_is_read_at_once_is_the_thread_s_own() -> Result<()> {
     })
 }
 
-#[test]
-fn every_op_gives_the_bits_that_it_gives_alone() -> Result<()> {
+/// The bytes of what every op makes of the same inputs.
+fn every_op() -> Result<impl Fn() -> Result<Vec<Vec<u8>>> + Sync> {
     let q = normal(1, (1, 8, 3, 512), DType::F32)?;
     let k = normal(2, (1, 2, 300, 512), DType::BF16)?;
     let v = normal(3, (1, 2, 300, 512), DType::BF16)?;
@@ -58,13 +62,28 @@ fn every_op_gives_the_bits_that_it_gives_alone() -> Result<()> {
         normal(7, (24, 64), DType::BF16)?,
     );
     let projection = FusedProjection::pack(&[("a", &a), ("b", &b)])?;
-    let all = || -> Result<[Vec<u32>; 3]> {
-        Ok([
-            bits(&attention_d512(&q, &k, &v, 0.05)?)?,
-            bits(&attention_d512_shared_kv(&q, &v, &keys, 0.05)?)?,
-            bits(projection.forward(&xs)?.packed())?,
-        ])
-    };
+    let (rows, state) = (Rows::fused(8, 40)?, state_at(3)?);
+    Ok(move || {
+        let states = AttentionD512::new(0.05)
+            .partitions(7)
+            .partials(&q, &k, &v)?;
+        let merged = AttentionPartials::merge(&[states.clone(), states.clone()])?;
+        let mut all = vec![
+            bytes(&attention_d512(&q, &k, &v, 0.05)?),
+            bytes(&attention_d512_shared_kv(&q, &v, &keys, 0.05)?),
+            bytes(projection.forward(&xs)?.packed()),
+            bytes(merged.numerator()),
+            bytes(&merged.finish(DType::F32)?),
+            bytes(&states.log_sum_exp()?),
+        ];
+        all.extend(results(&rows.prep(&state)?).iter().map(|(_, t)| bytes(t)));
+        Ok(all)
+    })
+}
+
+#[test]
+fn every_op_gives_the_bits_that_it_gives_alone() -> Result<()> {
+    let all = every_op()?;
     let alone = all()?;
     on_all_threads(|thread| {
         for round in 0..50 {
@@ -72,4 +91,39 @@ fn every_op_gives_the_bits_that_it_gives_alone() -> Result<()> {
         }
         Ok(())
     })
+}
+
+#[test]
+fn every_op_gives_the_same_bits_on_one_two_and_seven_threads() -> Result<()> {
+    let all = every_op()?;
+    let alone = all()?;
+    for threads in [1, 2, 7] {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .build()
+            .map_err(candle::Error::wrap)?;
+        assert!(pool.install(&all)? == alone, "{threads} threads");
+    }
+    Ok(())
+}
+
+/// The whole program, candle's own products among it.
+#[test]
+fn the_program_says_the_same_on_one_two_and_seven_threads() {
+    let text = |threads: &str, path: &str| {
+        let story = ["--cpu", "-q", "--prompt", "Once upon a time", "-n", "40"];
+        let output = std::process::Command::new(example("gemma4"))
+            .args(story)
+            .args(["--attention", path])
+            .env("RAYON_NUM_THREADS", threads)
+            .output()
+            .unwrap();
+        assert!(output.status.success());
+        assert!(!output.stdout.is_empty());
+        output.stdout
+    };
+    for path in ["fused", "fused-kv", "reference"] {
+        let [one, two, seven] = ["1", "2", "7"].map(|threads| text(threads, path));
+        assert_eq!([&two, &seven], [&one; 2], "{path}");
+    }
 }

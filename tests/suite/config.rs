@@ -186,7 +186,8 @@ fn no_per_layer_inputs_is_said_by_zero_or_null() {
     }
 }
 
-/// Every refusal names the key, what it holds and what is wanted.
+/// Every refusal names the key, what it holds and what is wanted. huggingface/candle#3967: variants with inputs that the graph
+/// ignored loaded, and printed random words.
 #[test]
 fn variants_and_malformed_values_are_refused_by_name() {
     let cases: Vec<(&str, Option<Value>)> = vec![

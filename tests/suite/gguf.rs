@@ -4,6 +4,7 @@ use crate::common::fixture::{fixture_checkpoint, FIXTURES};
 use crate::common::model::paths;
 use crate::common::numeric::{max_abs_diff, rms_diff};
 use crate::common::{message, trained_model};
+use crate::example_chat::{Encoder, Piece};
 use crate::example_quantize_convert::{encode, Plan};
 use crate::example_quantize_write::Meta;
 use crate::gguf_support::{altered, made, set, try_altered};
@@ -238,6 +239,23 @@ fn the_chat_template_of_either_file_is_in_the_file() {
         let (_file, gguf) = made(with_files(files).path(), GgmlDType::Q8_0);
         assert_eq!(gguf.chat_template(), want);
     }
+}
+
+/// ggml-org/llama.cpp#21500: files of older converters say that no BOS is to be added.
+#[test]
+fn the_flag_of_the_bos_changes_no_prompt() {
+    let ids = [None, Some(true), Some(false)].map(|flag| {
+        let (_file, gguf) = altered(&trained_model(), GgmlDType::Q8_0, |plan| {
+            set(plan, "tokenizer.ggml.add_bos_token", flag.map(Meta::Bool))
+        });
+        let encoder = Encoder::new(Tokenizer::from_bytes(gguf.tokenizer_json().unwrap()).unwrap());
+        let bos = gguf.config().bos_token_id;
+        let text = Piece::Template("Once upon a time".into());
+        encoder.encode(&[text], bos).unwrap()
+    });
+    assert_eq!((ids[0][0], ids[0].len() > 1), (2, true));
+    assert_eq!(ids[0].iter().filter(|&&id| id == 2).count(), 1);
+    assert_eq!([&ids[1], &ids[2]], [&ids[0]; 2]);
 }
 
 fn refused(alter: impl FnOnce(&mut Plan)) -> String {

@@ -20,6 +20,7 @@ mod config;
 #[cfg(feature = "cuda")]
 mod cuda_device;
 mod cuda_plans;
+mod device_faults;
 #[path = "../../examples/bench/admit.rs"]
 mod example_admit;
 #[allow(dead_code, reason = "the program uses all of it")]
@@ -47,7 +48,9 @@ mod memory_plan;
 mod metal_plan;
 mod mock_hub;
 mod model;
+mod model_faults;
 mod projection;
+mod projection_faults;
 mod projection_refusals;
 mod projection_support;
 mod prompt;
