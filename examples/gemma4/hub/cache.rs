@@ -91,7 +91,10 @@ impl Cache {
         }
         let file = self.folder.join("refs").join(revision);
         create_parent(&file)?;
-        fs::write(&file, commit).with_context(|| file.display().to_string())
+        // Whole or not at all, even if the process is killed here.
+        let part = self.folder.join(format!("ref.{}.part", std::process::id()));
+        fs::write(&part, commit).with_context(|| part.display().to_string())?;
+        fs::rename(&part, &file).with_context(|| file.display().to_string())
     }
 
     /// Puts a blob into a snapshot under its name.
