@@ -7,6 +7,9 @@ use std::time::Instant;
 
 /// Tokens of an answer in a long run; so many in a row, whatever the model would stop at.
 const ANSWER: usize = 500;
+/// KiB that an allocator may need at other times more than in the first rounds; 140 bytes a token of 15,000 would pass it.
+#[cfg(target_os = "linux")]
+const MARGIN: usize = 2048;
 const CHILD: &str = "long_run::one_round_in_a_process_of_its_own";
 
 fn model() -> Model {
@@ -15,9 +18,10 @@ fn model() -> Model {
     Model::new(&config, weights.var_builder(DType::F32, &Device::Cpu)).unwrap()
 }
 
-/// A prompt of 40 to 900 tokens, so that caches shrink and grow and the window of 256 is passed or not.
+/// A prompt of 40 to 760 tokens, five lengths again and again, so that caches shrink and grow and the window of 256 is passed
+/// or not.
 fn prompt(round: usize) -> Vec<u32> {
-    let len = 40 + round * 389 % 861;
+    let len = 40 + round * 2 % 5 * 180;
     let id = |i| 300 + (i * 7919 + round * 104_729) % 3000;
     [2].into_iter()
         .chain((1..len).map(|i| id(i) as u32))
@@ -91,11 +95,12 @@ fn assert_memory_and_answers_stay(path: AttentionPath, rounds: usize) {
     for round in 0..rounds {
         last = answered(&model, &mut cache, round, ANSWER);
         let now = resident_kib();
+        println!("{path}: {now} KiB after round {round}");
         if round < warm_up {
             warm = warm.max(now);
         } else {
             assert!(
-                now <= warm + 2048,
+                now <= warm + MARGIN,
                 "{path}: {now} KiB after round {round}, {warm} KiB at most in the first {warm_up}"
             );
         }
@@ -113,18 +118,26 @@ fn assert_memory_and_answers_stay(path: AttentionPath, rounds: usize) {
     );
 }
 
-/// `cargo test --release --test suite -- --ignored --nocapture --test-threads 1 a_long_run`
+/// `cargo test --release --test suite -- --ignored --nocapture --test-threads 1 long_run_of_20000`
 #[test]
 #[ignore = "takes minutes"]
 #[cfg(target_os = "linux")]
-fn a_long_run_of_20000_tokens_takes_no_more_memory_and_says_what_a_fresh_process_says() {
-    for path in [
-        AttentionPath::Fused,
-        AttentionPath::FusedSharedKv,
-        AttentionPath::Reference,
-    ] {
-        assert_memory_and_answers_stay(path, 20_000 / ANSWER);
-    }
+fn a_long_run_of_20000_tokens_on_the_fused_path() {
+    assert_memory_and_answers_stay(AttentionPath::Fused, 20_000 / ANSWER);
+}
+
+#[test]
+#[ignore = "takes minutes"]
+#[cfg(target_os = "linux")]
+fn a_long_run_of_20000_tokens_on_values_alone() {
+    assert_memory_and_answers_stay(AttentionPath::FusedSharedKv, 20_000 / ANSWER);
+}
+
+#[test]
+#[ignore = "takes minutes"]
+#[cfg(target_os = "linux")]
+fn a_long_run_of_20000_tokens_on_plain_ops() {
+    assert_memory_and_answers_stay(AttentionPath::Reference, 20_000 / ANSWER);
 }
 
 #[test]
