@@ -1,0 +1,1 @@
+//! Tests alone; see docs/reliability.md for how they run.
