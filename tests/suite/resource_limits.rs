@@ -302,7 +302,7 @@ fn chat_templates_that_loop_or_grow_are_refused() {
     let file = "chat_template.jinja";
     let double = "{% set ns.s = ns.s ~ ns.s %}";
     let begin = "{% set ns = namespace(s='0123456789abcdef') %}";
-    let memory = "it asks for more than 256 MiB of memory";
+    let memory = "it takes more than 64 MiB of memory";
     for (source, why) in [
         (
             "{% for a in range(99999) %}".repeat(4) + "x" + &"{% endfor %}".repeat(4),
@@ -325,14 +325,6 @@ fn chat_templates_that_loop_or_grow_are_refused() {
         ),
         // What the compiler works out, again and again.
         ("{{ 'x' * 99999999 }}".repeat(1000), memory),
-        // Little at a time, of what is held already.
-        (
-            format!(
-                "{begin}{}{{% for i in range(99999) %}}{{% set x = ns.s ~ i %}}{{% endfor %}}",
-                double.repeat(15)
-            ),
-            memory,
-        ),
         // By a filter: 8,192 times 128 KiB.
         (
             format!(
