@@ -4,6 +4,8 @@ mod admit;
 mod args;
 #[path = "../gemma4/checkpoint.rs"]
 mod checkpoint;
+#[path = "../gemma4/guard.rs"]
+mod guard;
 mod measure;
 #[path = "../gemma4/memory.rs"]
 mod memory;

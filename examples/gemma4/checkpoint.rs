@@ -2,11 +2,14 @@
 
 #[path = "hub/mod.rs"]
 mod hub;
+#[path = "tokenizer.rs"]
+mod tokenizer;
 
-use anyhow::{anyhow, bail, Context, Result};
+use anyhow::{bail, Context, Result};
 use candle::{DType, Device};
 use gem::models::gemma4::{Config, Gguf, Model, StopTokens, Weights};
 use std::path::{Path, PathBuf};
+use tokenizer::read_tokenizer;
 use tokenizers::Tokenizer;
 
 /// Bytes of a file that is read whole; Gemma's tokenizer has 32 MiB.
@@ -181,7 +184,7 @@ impl Checkpoint {
         let config = Config::from_file(beside(&given.config_file, "config.json"))?;
         weights.check(&config.tensor_shapes())?;
         let tokenizer_file = beside(&given.tokenizer_file, "tokenizer.json");
-        let tokenizer = read_tokenizer(&tokenizer_file, &config)?;
+        let tokenizer = tokenizer_of(&tokenizer_file, &config)?;
         let generation_file = folder.join("generation_config.json");
         let generation = match generation_file.exists() {
             true => Some(read(&generation_file)?),
@@ -211,9 +214,9 @@ impl Checkpoint {
         gguf.check()?;
         let config = gguf.config().clone();
         let tokenizer = match &given.tokenizer_file {
-            Some(file) => read_tokenizer(file, &config)?,
-            None => Tokenizer::from_bytes(gguf.tokenizer_json()?)
-                .map_err(|e| anyhow!("{}: its tokenizer: {e}", file.display()))?,
+            Some(file) => tokenizer_of(file, &config)?,
+            None => read_tokenizer(gguf.tokenizer_json()?.as_bytes())
+                .with_context(|| file.display().to_string())?,
         };
         Ok(Self {
             stop: StopTokens::new(&config, None)?,
@@ -225,9 +228,9 @@ impl Checkpoint {
     }
 }
 
-fn read_tokenizer(file: &Path, config: &Config) -> Result<Tokenizer> {
+fn tokenizer_of(file: &Path, config: &Config) -> Result<Tokenizer> {
     let tokenizer =
-        Tokenizer::from_bytes(read(file)?).map_err(|e| anyhow!("{}: {e}", file.display()))?;
+        read_tokenizer(read(file)?.as_bytes()).with_context(|| file.display().to_string())?;
     let vocab = tokenizer.get_vocab_size(true);
     if vocab > config.vocab_size {
         bail!(

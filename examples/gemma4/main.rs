@@ -5,6 +5,7 @@ mod args;
 mod chat;
 mod checkpoint;
 mod converse;
+mod guard;
 mod interrupt;
 mod memory;
 mod plan;

@@ -4,6 +4,8 @@ mod algebra;
 mod ceiling;
 #[path = "../gemma4/checkpoint.rs"]
 mod checkpoint;
+#[path = "../gemma4/guard.rs"]
+mod guard;
 mod measure;
 #[allow(dead_code, reason = "the hub names sizes, and asks for no peak")]
 #[path = "../gemma4/memory.rs"]

@@ -222,6 +222,28 @@ fn a_template_that_grows_without_end_is_an_error() {
     }
 }
 
+/// Filters and methods that reserve what a number in the template asks for.
+#[test]
+fn a_template_that_asks_for_a_terabyte_at_once_is_an_error() {
+    let talk = conversation(None, false, &["Hi"]);
+    for (source, why) in [
+        ("{{ 'a\\nb' | indent(10 ** 18) }}", "64 MiB"),
+        ("{{ 'a\\nb' | indent(width=10 ** 12) }}", "64 MiB"),
+        ("{{ messages | tojson(indent=10 ** 18) }}", "64 MiB"),
+        (
+            "{{ messages | batch(10 ** 18) }}",
+            "it panicked: capacity overflow",
+        ),
+        ("{{ messages | slice(10 ** 12) | length }}", "64 MiB"),
+        ("{{ '%1000000000000d' | format(1) }}", "64 MiB"),
+        ("{{ '{:1000000000000}'.format(1) }}", "64 MiB"),
+    ] {
+        let error = template(source).render(&talk, None).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains(why), "{source}: {error}, want {why}");
+    }
+}
+
 #[test]
 fn a_long_conversation_is_within_every_bound() {
     let contents: Vec<String> = (0..2001)

@@ -240,6 +240,10 @@ fn variants_and_malformed_values_are_refused_by_name() {
             ),
         ),
         ("num_hidden_layers", Some(json!(0))),
+        // Each is a number that a file may hold; bytes of such models passed 64 bits.
+        ("hidden_size", Some(json!(1 << 24))),
+        ("intermediate_size", Some(json!((1 << 20) + 1))),
+        ("num_attention_heads", Some(json!(1 << 24))),
     ];
     let errors: Vec<_> = cases
         .into_iter()

@@ -307,6 +307,11 @@ fn kv_heads_are_one_number_or_one_a_layer() {
         with(Some(Meta::I32s(vec![8, -1, 8, 8, 8, 2]))),
         format!("`{key}[1]` is -1, want 1 to 16777216")
     );
+    let widest = |plan: &mut _| {
+        let heads = "gemma4.attention.head_count";
+        set(plan, heads, Some(Meta::U32(1 << 24)))
+    };
+    assert!(refused(widest).starts_with("num_attention_heads * head_dim is "));
     assert_eq!(
         with(Some(Meta::U32(5))),
         format!("`gemma4.attention.head_count` is 16 and `{key}` of layer 0 is 5, want a multiple")

@@ -26,6 +26,8 @@ mod example_admit;
 #[allow(dead_code, reason = "the program uses all of it")]
 #[path = "../../examples/gemma4/chat/mod.rs"]
 mod example_chat;
+#[path = "../../examples/gemma4/guard.rs"]
+mod example_guard;
 #[path = "../../examples/quantize/convert.rs"]
 mod example_quantize_convert;
 #[path = "../../examples/quantize/metadata.rs"]
@@ -36,6 +38,8 @@ mod example_quantize_vocabulary;
 mod example_quantize_write;
 #[path = "../../examples/gemma4/stream.rs"]
 mod example_stream;
+#[path = "../../examples/gemma4/tokenizer.rs"]
+mod example_tokenizer;
 mod fixture_model;
 mod fixtures;
 mod generation;
@@ -70,13 +74,14 @@ mod shared_kv;
 mod shared_kv_model;
 mod shared_kv_support;
 mod stream;
+mod tokenizer;
 mod trained_model;
 mod verify;
 mod weights;
 
 // As the program names them to each other.
 use {
-    example_chat::template_file, example_quantize_metadata as metadata,
+    example_chat::template_file, example_guard as guard, example_quantize_metadata as metadata,
     example_quantize_vocabulary as vocabulary, example_quantize_write as write,
 };
 

@@ -66,7 +66,11 @@ fn assert_codes(what: &str, got: &QsaCodes, want: impl Fn(usize) -> f64) {
             );
         }
     }
-    assert!(unusual * 100 <= scales.len(), "{what}: {unusual} scales");
+    // A few in a hundred would be wrong, one of a few is none.
+    assert!(
+        unusual <= 2 + scales.len() / 100,
+        "{what}: {unusual} scales"
+    );
 }
 
 /// The ik of each position that the call knows of.
@@ -77,7 +81,7 @@ fn keys_by_position(rows: &Rows, state: &QsaState) -> BTreeMap<usize, Vec<f64>> 
     before.chain(chunk).collect()
 }
 
-fn assert_defined(rows: &Rows, state: &QsaState) -> Result<()> {
+pub fn assert_defined(rows: &Rows, state: &QsaState) -> Result<()> {
     let out = rows.prep(state)?;
     let pos0 = state.pos();
     let packed = wide(norms()?.packed());

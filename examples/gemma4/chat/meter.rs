@@ -1,6 +1,7 @@
 //! Bounds on what foreign code allocates and how long it runs. minijinja counts the steps of a template, not the size of what a
 //! step makes: a text that is doubled forty times takes forty steps and a terabyte.
 
+use crate::guard::words;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::ptr;
@@ -55,12 +56,10 @@ pub fn run<T: Send + 'static>(
         match result.recv_timeout(GLANCE) {
             Ok(outcome) => return Ok(outcome),
             Err(RecvTimeoutError::Disconnected) => {
-                let panic = thread.join().err();
-                let text = panic.as_ref().and_then(|cause| {
-                    let text = cause.downcast_ref::<String>().map(String::as_str);
-                    text.or(cause.downcast_ref::<&str>().copied())
-                });
-                return Err(format!("it panicked: {}", text.unwrap_or("without a word")));
+                return Err(match thread.join() {
+                    Err(panic) => format!("it panicked: {}", words(panic.as_ref())),
+                    Ok(()) => "it gave no result".into(),
+                })
             }
             Err(RecvTimeoutError::Timeout) if meter.stopped.load(Ordering::Relaxed) => {
                 return Err(format!("it takes more than {} MiB of memory", bytes >> 20))

@@ -3,6 +3,10 @@
 use super::{dialect, file};
 use candle::{bail, Result};
 
+/// No real model comes near these. Without a bound, bytes summed over layers and tokens would pass 64 bits.
+const WIDEST: usize = 1 << 20;
+const MOST_TOKENS: usize = 1 << 24;
+
 /// What a layer may look at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerKind {
@@ -90,6 +94,23 @@ impl Config {
     /// Names the key, the value and what is wanted, for a malformed value as for a variant that is not implemented.
     pub fn from_json(text: &str) -> Result<Self> {
         dialect::parse(text)
+    }
+
+    /// Itself, or what in it is larger than in any real model; each number of a file has been bounded before.
+    pub(super) fn of_real_size(self) -> std::result::Result<Self, String> {
+        let head_dim = self.layers.iter().map(|layer| layer.head_dim).max();
+        let (heads, head_dim) = (self.num_attention_heads, head_dim.unwrap_or(0));
+        for (what, size, most) in [
+            ("vocab_size", self.vocab_size, MOST_TOKENS),
+            ("hidden_size", self.hidden_size, WIDEST),
+            ("intermediate_size", self.intermediate_size, WIDEST),
+            ("num_attention_heads * head_dim", heads * head_dim, WIDEST),
+        ] {
+            if size > most {
+                return Err(format!("{what} is {size}, want at most {most}"));
+            }
+        }
+        Ok(self)
     }
 
     /// The shape of every weight of the model, by name as after the checkpoint's text prefix.

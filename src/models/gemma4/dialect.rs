@@ -32,7 +32,7 @@ fn resolve(outer: Fields, text: Fields) -> Result<Config> {
     text.one_of("model_type", &["gemma4_text", "gemma4_unified_text"])?;
     refuse_unimplemented(outer, text)?;
     let num_attention_heads = text.dim("num_attention_heads")?;
-    Ok(Config {
+    let config = Config {
         vocab_size: text.dim("vocab_size")?,
         hidden_size: text.dim("hidden_size")?,
         intermediate_size: text.dim("intermediate_size")?,
@@ -59,7 +59,11 @@ fn resolve(outer: Fields, text: Fields) -> Result<Config> {
             ids.dedup();
             ids
         },
-    })
+    };
+    match config.of_real_size() {
+        Ok(config) => Ok(config),
+        Err(fault) => bail!("gemma4 config: {fault}"),
+    }
 }
 
 /// Refuses, by name, what the graph does not compute: ignoring such a key would load and then babble.

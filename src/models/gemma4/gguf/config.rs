@@ -158,7 +158,7 @@ pub(super) fn resolve(header: &Header, divisors: &[f32]) -> Result<Config> {
         _ => &[],
     };
     let num_attention_heads = keys.uniform(&key("attention.head_count"), layers)?;
-    Ok(Config {
+    let config = Config {
         vocab_size: *vocab_size,
         hidden_size: keys.dim(&key("embedding_length"))?,
         intermediate_size: keys.uniform(&key("feed_forward_length"), layers)?,
@@ -174,7 +174,11 @@ pub(super) fn resolve(header: &Header, divisors: &[f32]) -> Result<Config> {
         layers: resolve_layers(keys, layers, num_attention_heads, divisors)?,
         bos_token_id: keys.token_id("tokenizer.ggml.bos_token_id")?.unwrap_or(2),
         eos_token_ids: eos_token_ids(keys, token_texts)?,
-    })
+    };
+    match config.of_real_size() {
+        Ok(config) => Ok(config),
+        Err(fault) => bail!("{fault}"),
+    }
 }
 
 /// The f64 whose shortest decimal is that of the f32.
