@@ -19,7 +19,7 @@ fn damage_is_an_error_even_where_the_tokenizers_crate_panics() {
         refused(&decoder[..len]);
     }
     let text = refused(br#"{"decoder":{"type""#);
-    assert!(text.starts_with("panicked: "), "{text}");
+    assert!(text.starts_with("it panicked: "), "{text}");
     refused(br#"{"decoder":{"type";"Fuse"}}"#);
 }
 
