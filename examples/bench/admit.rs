@@ -5,6 +5,18 @@ const GAIN: f64 = 0.03;
 /// Contexts at which it must be there.
 const LONG: [usize; 2] = [65_536, 131_072];
 
+/// Why a run of these arms and contexts can't be decided on; none if it can.
+pub fn refusal(arms: &[String], contexts: &[usize]) -> Option<String> {
+    if arms.iter().all(|arm| Some(arm) == arms.first()) {
+        return Some("--admit decides on an arm beside the first, want two in --attention".into());
+    }
+    let missing = LONG.into_iter().find(|long| !contexts.contains(long))?;
+    Some(format!(
+        "--admit decides at {} and {} tokens, got no {missing}",
+        LONG[0], LONG[1]
+    ))
+}
+
 /// What the rule looks at.
 #[derive(Debug, Clone)]
 pub struct Measured {

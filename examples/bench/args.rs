@@ -106,6 +106,13 @@ impl Args {
         twice("-n", &text(&self.n_gen))?;
         twice("-d", &text(&self.n_depth))?;
         twice("--len", &text(&self.len))?;
+        let contexts = match self.op {
+            Some(_) => &self.len,
+            None => &self.n_depth,
+        };
+        if let Some(why) = crate::admit::refusal(&self.attention, contexts).filter(|_| self.admit) {
+            bail!("{why}");
+        }
         // 32 GiB of keys a head in f32: more is a slip, and would end in an allocation that aborts.
         match self.len.iter().find(|&&len| len > MOST_KEYS) {
             Some(len) => bail!("--len is {len}, want at most {MOST_KEYS}"),

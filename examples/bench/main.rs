@@ -2,6 +2,9 @@
 
 mod admit;
 mod args;
+#[path = "../gemma4/bounded_file.rs"]
+#[allow(dead_code, reason = "this example replaces no file")]
+mod bounded_file;
 #[path = "../gemma4/checkpoint.rs"]
 mod checkpoint;
 #[path = "../gemma4/guard.rs"]

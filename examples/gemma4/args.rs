@@ -111,7 +111,7 @@ pub struct ChatArgs {
 #[derive(Debug, clap::Args)]
 pub struct SamplingArgs {
     /// Sampling temperature; greedy if left out.
-    #[arg(long, value_parser = positive)]
+    #[arg(long, value_parser = positive, allow_negative_numbers = true)]
     pub temperature: Option<f64>,
 
     /// Sample from the likeliest tokens that make up this probability.

@@ -5,6 +5,7 @@ mod hub;
 #[path = "tokenizer.rs"]
 mod tokenizer;
 
+use crate::bounded_file;
 use anyhow::{bail, Context, Result};
 use candle::{DType, Device};
 use gem::models::gemma4::{Config, Gguf, Model, StopTokens, Weights};
@@ -244,17 +245,6 @@ fn tokenizer_of(file: &Path, config: &Config) -> Result<Tokenizer> {
 
 /// The text of a regular file, whatever links lead to it: a device need not end, a pipe need not begin.
 fn read(file: &Path) -> Result<String> {
-    let place = || file.display().to_string();
-    let found = std::fs::metadata(file).with_context(place)?;
-    if !found.is_file() {
-        bail!("{}: is no regular file", place());
-    }
-    if found.len() > LARGEST_FILE {
-        bail!(
-            "{}: has {} bytes, want at most {LARGEST_FILE}",
-            place(),
-            found.len()
-        );
-    }
-    std::fs::read_to_string(file).with_context(place)
+    let text = bounded_file::read(file, LARGEST_FILE)?;
+    text.with_context(|| format!("{}: there is no such file", file.display()))
 }

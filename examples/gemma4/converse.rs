@@ -35,7 +35,8 @@ pub fn converse(session: &mut Session) -> Result<()> {
             break;
         };
         interrupt::answering(true);
-        match obey(session, &line) {
+        let line = String::from_utf8(line).context("a line on stdin is not UTF-8");
+        match line.and_then(|line| obey(session, &line)) {
             Ok(true) => {}
             Ok(false) => break,
             Err(e) => {
@@ -52,22 +53,25 @@ pub fn converse(session: &mut Session) -> Result<()> {
 }
 
 /// The next turn or command, without the end of its line.
-fn read_turn(input: &mut StdinLock, person: bool) -> Result<Option<String>> {
-    let mut turn = String::new();
+fn read_turn(input: &mut StdinLock, person: bool) -> Result<Option<Vec<u8>>> {
+    let mut turn = Vec::new();
     let mut prompt = "> ";
     loop {
         if person {
             interrupt::ask(prompt);
         }
-        let mut line = String::new();
-        if input.read_line(&mut line).context("stdin")? == 0 {
+        let begin = turn.len();
+        if input.read_until(b'\n', &mut turn).context("stdin")? == 0 {
             return Ok(Some(turn).filter(|turn| !turn.is_empty()));
         }
-        let line = line.trim_end_matches(['\n', '\r']);
-        match line.strip_suffix('\\') {
-            Some(part) => turn = turn + part + "\n",
-            None => return Ok(Some(turn + line)),
+        while turn.len() > begin && turn.ends_with(b"\n") | turn.ends_with(b"\r") {
+            turn.pop();
         }
+        if turn.len() == begin || !turn.ends_with(b"\\") {
+            return Ok(Some(turn));
+        }
+        turn.pop();
+        turn.push(b'\n');
         prompt = ". ";
     }
 }

@@ -2,6 +2,7 @@
 
 mod ab;
 mod args;
+mod bounded_file;
 mod chat;
 mod checkpoint;
 mod converse;

@@ -13,7 +13,7 @@ const CONTEXTS: [usize; 4] = [8192, 32_768, 131_072, 262_144];
 pub struct PlanArgs {
     /// Print the memory that contexts of 8K to 262K tokens take on each path, and load nothing; needs config.json alone. With
     /// --chat and no prompt, what a conversation copies of the sliding caches is counted with them.
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["json", "ab"])]
     pub plan: bool,
 
     /// Memory that the run may take [default: what the machine has available].

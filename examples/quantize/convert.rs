@@ -13,6 +13,8 @@ use std::path::{Path, PathBuf};
 
 /// Elements that one thread quantizes at a time.
 const CHUNK: usize = 1 << 20;
+/// Elements of the largest blocks, those of K-quants.
+const LARGEST_BLOCK: usize = 256;
 const GENERATION: &str = "generation_config.json";
 
 /// What is to be written, with all of it checked and nothing of it done.
@@ -113,7 +115,9 @@ impl Plan {
     fn write_part(self, part: &Path, done: &mut impl FnMut(usize)) -> Result<()> {
         let file = File::create(part).with_context(|| part.display().to_string())?;
         let mut file = BufWriter::new(file);
-        file.write_all(&write::header(&self.metadata, &self.tensors))?;
+        let place = || part.display().to_string();
+        file.write_all(&write::header(&self.metadata, &self.tensors))
+            .with_context(place)?;
         let weights = self.weights.var_builder(DType::F32, &Device::Cpu);
         for (tensor, source) in self.tensors.iter().zip(&self.sources) {
             let bytes = match source {
@@ -135,10 +139,13 @@ impl Plan {
                 bytes.len(),
                 tensor.bytes()
             );
-            write::data(&mut file, &bytes)?;
+            write::data(&mut file, &bytes).with_context(place)?;
             done(bytes.len());
         }
-        file.into_inner()?.sync_all()?;
+        file.into_inner()
+            .map_err(std::io::IntoInnerError::into_error)
+            .and_then(|file| file.sync_all())
+            .with_context(place)?;
         Ok(())
     }
 }
@@ -148,17 +155,26 @@ pub fn encode(values: &[f32], dtype: GgmlDType) -> Result<Vec<u8>> {
     if let Some(at) = values.par_iter().position_any(|x| !x.is_finite()) {
         bail!("element {at} is {}, want finite values", values[at]);
     }
-    // The scale of a block is an f16 too, but of a fraction of its largest value.
-    if dtype == GgmlDType::F16 {
-        if let Some(at) = values.par_iter().position_any(|x| x.abs() > 65504.0) {
-            bail!("element {at} is {}, too large for F16", values[at]);
-        }
-    }
     let chunks = values.par_chunks(CHUNK).map(|chunk| {
-        let chunk = candle::Tensor::new(chunk, &Device::Cpu)?;
-        Ok(QTensor::quantize(&chunk, dtype)?.data()?.into_owned())
+        let quantized = QTensor::quantize(&candle::Tensor::new(chunk, &Device::Cpu)?, dtype)?;
+        let back = quantized.dequantize(&Device::Cpu)?.to_vec1::<f32>()?;
+        for (block, back) in chunk.chunks(LARGEST_BLOCK).zip(back.chunks(LARGEST_BLOCK)) {
+            let largest = block.iter().zip(back);
+            let largest = largest.max_by(|(a, _), (b, _)| a.abs().total_cmp(&b.abs()));
+            if let Some((x, y)) = largest.filter(|(&x, &y)| !holds(x, y)) {
+                let kind = write::kind(dtype).0;
+                bail!("{x} is too large for {kind}: it would become {y}");
+            }
+        }
+        Ok(quantized.data()?.into_owned())
     });
     Ok(chunks.collect::<Result<Vec<_>>>()?.concat())
+}
+
+/// Whether the largest value of a block may become `back` in it. Where a scale passes the range of its type, f16, a whole block
+/// becomes infinite or 0.
+fn holds(largest: f32, back: f32) -> bool {
+    largest.abs() <= 1. || (largest - back).abs() < largest.abs() / 2.
 }
 
 /// Norms and scalars are F32; a matrix falls back where its rows are no whole number of blocks.

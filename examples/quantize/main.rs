@@ -1,5 +1,7 @@
 //! Makes a GGUF file of a Gemma 4 checkpoint; `--help` tells the rest.
 
+#[path = "../gemma4/bounded_file.rs"]
+mod bounded_file;
 mod convert;
 #[path = "../gemma4/memory.rs"]
 #[allow(dead_code, reason = "this example does not report its peak")]
@@ -81,6 +83,16 @@ fn main() -> Result<()> {
             args.out.display()
         );
     }
+    let out = bounded_file::target(&args.out)?;
+    // A file beside the weights may be one of them, or what a link among them leads to.
+    let of_model = |file: std::fs::DirEntry| file.path().canonicalize().is_ok_and(|p| p == out);
+    let mut beside = std::fs::read_dir(&args.model)
+        .into_iter()
+        .flatten()
+        .flatten();
+    if out.extension().is_none_or(|e| e != "gguf") && beside.any(of_model) {
+        bail!("{} is part of the model", args.out.display());
+    }
     let plan = convert::Plan::new(&args.model, args.kind.into())
         .with_context(|| args.model.display().to_string())?;
     for note in &plan.notes {
@@ -96,7 +108,7 @@ fn main() -> Result<()> {
     bar.set_style(ProgressStyle::with_template(
         "writing {bar:40} {bytes}/{total_bytes}, {eta} left",
     )?);
-    plan.write(&args.out, |bytes| bar.inc(bytes as u64))?;
+    plan.write(&out, |bytes| bar.inc(bytes as u64))?;
     bar.finish_and_clear();
     for (kind, (count, bytes)) in types {
         eprintln!("{kind:5} {count:5} tensors {:>12}", memory::human(bytes));

@@ -1,6 +1,9 @@
 //! Whether the ops of candle-gem can be trusted on this device: five gates, in order, each with a receipt; `--help` tells the rest.
 
 mod algebra;
+#[path = "../gemma4/bounded_file.rs"]
+#[allow(dead_code, reason = "this example replaces no file")]
+mod bounded_file;
 mod ceiling;
 #[path = "../gemma4/checkpoint.rs"]
 mod checkpoint;

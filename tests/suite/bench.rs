@@ -1,7 +1,7 @@
 //! The `bench` example as its users run it, and the rule by which it admits.
 
 use crate::common::example;
-use crate::example_admit::{decide, Measured};
+use crate::example_admit::{decide, refusal, Measured};
 use std::process::Command;
 
 fn bench(args: &[&str]) -> (bool, String, String) {
@@ -216,4 +216,22 @@ fn an_arm_is_admitted_if_it_is_faster_at_both_long_contexts_and_slower_nowhere()
 #[test]
 fn a_slower_short_context_within_its_spread_is_no_reason() {
     assert_eq!(admitted(|rows| rows[1].ratio = 1.015), [""; 0]);
+}
+
+#[test]
+fn what_cannot_be_decided_on_is_refused_before_it_is_measured() {
+    let arms = |names: &[&str]| {
+        names
+            .iter()
+            .map(|name| name.to_string())
+            .collect::<Vec<_>>()
+    };
+    let two = arms(&["reference", "fused"]);
+    assert_eq!(refusal(&two, &[65_536, 8192, 131_072]), None);
+    assert_eq!(
+        refusal(&two, &[8192, 65_536]).as_deref(),
+        Some("--admit decides at 65536 and 131072 tokens, got no 131072")
+    );
+    let one = refusal(&arms(&["fused", "fused"]), &[65_536, 131_072]);
+    assert!(one.unwrap().contains("want two in --attention"));
 }

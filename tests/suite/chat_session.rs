@@ -1,6 +1,7 @@
 //! A conversation with the trained model as its users hold it: turns on stdin, answers on stdout.
 
 use crate::common::{self, trained_model};
+use crate::example_chat::Conversation;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Child, Command};
@@ -185,4 +186,38 @@ fn an_interrupt_ends_the_answer_and_keeps_the_session() {
     let shown = String::from_utf8([&first[..], &rest].concat()).unwrap();
     let saved: serde_json::Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
     assert_eq!(saved["turns"][1]["content"], shown.trim());
+}
+
+#[test]
+fn a_line_that_is_no_text_and_a_file_without_end_are_told_and_the_session_goes_on() {
+    let mut child = start(&["-n", "4"]);
+    let lines = b"/load /dev/zero\n\xff\xfe\n/system Be brief.\n";
+    child.stdin.take().unwrap().write_all(lines).unwrap();
+    let out = child.wait_with_output().unwrap();
+    let log = String::from_utf8(out.stderr).unwrap();
+    assert!(!out.status.success());
+    for want in [
+        "/dev/zero: is no regular file",
+        "a line on stdin is not UTF-8",
+        "2 of the lines on stdin failed",
+    ] {
+        assert!(log.contains(want), "{log}, want {want}");
+    }
+}
+
+#[test]
+fn who_may_read_a_saved_conversation_does_not_change() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("talk.json");
+    std::fs::write(&file, "{}").unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
+    Conversation::default().save(&file).unwrap();
+    let mode = std::fs::metadata(&file).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let error = Conversation::default().save(folder.path()).unwrap_err();
+    assert!(
+        error.to_string().contains("is there and no regular file"),
+        "{error}"
+    );
 }

@@ -1,6 +1,8 @@
 //! What a device that fails, or leaves memory unwritten, may not become: text.
 
 use crate::common::{self, trained_model};
+use crate::example_quantize_convert::Plan;
+use candle::quantized::GgmlDType;
 use candle::{Device, Tensor};
 
 /// huggingface/candle#3850: the state of a command buffer was asked for only before the wait. candle's own encoder and
@@ -51,6 +53,37 @@ fn logits_that_are_not_numbers_are_an_error_of_the_program_and_no_text() {
         let log = String::from_utf8(out.stderr).unwrap();
         assert!(!out.status.success());
         assert!(log.contains("gemma4: the logit of token 0 is NaN"), "{log}");
+        assert_eq!(String::from_utf8(out.stdout).unwrap().trim(), "");
+    }
+}
+
+/// The products of quantized weights on the CPU make numbers of what is none, so it would end as text without a word.
+#[test]
+fn a_quantized_weight_that_is_not_a_number_is_an_error_and_no_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.gguf");
+    let plan = Plan::new(&trained_model(), GgmlDType::Q8_0).unwrap();
+    plan.write(&file, |_| ()).unwrap();
+    let whole = std::fs::read(&file).unwrap();
+    for percent in [30, 60, 90, 99] {
+        let mut bytes = whole.clone();
+        let at = whole.len() / 100 * percent;
+        bytes[at..at + 64].fill(0xff);
+        std::fs::write(&file, bytes).unwrap();
+        let path = file.to_str().unwrap();
+        let args = [
+            "--cpu",
+            "--weight-files",
+            path,
+            "--prompt",
+            "Once",
+            "-n",
+            "4",
+        ];
+        let out = common::start("gemma4", &args).wait_with_output().unwrap();
+        let log = String::from_utf8(out.stderr).unwrap();
+        assert!(!out.status.success(), "{percent} %: {log}");
+        assert!(log.contains("is NaN"), "{percent} %: {log}");
         assert_eq!(String::from_utf8(out.stdout).unwrap().trim(), "");
     }
 }

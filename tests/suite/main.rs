@@ -23,6 +23,8 @@ mod cuda_plans;
 mod device_faults;
 #[path = "../../examples/bench/admit.rs"]
 mod example_admit;
+#[path = "../../examples/gemma4/bounded_file.rs"]
+mod example_bounded_file;
 #[allow(dead_code, reason = "the program uses all of it")]
 #[path = "../../examples/gemma4/chat/mod.rs"]
 mod example_chat;
@@ -81,8 +83,9 @@ mod weights;
 
 // As the program names them to each other.
 use {
-    example_chat::template_file, example_guard as guard, example_quantize_metadata as metadata,
-    example_quantize_vocabulary as vocabulary, example_quantize_write as write,
+    example_bounded_file as bounded_file, example_chat::template_file, example_guard as guard,
+    example_quantize_metadata as metadata, example_quantize_vocabulary as vocabulary,
+    example_quantize_write as write,
 };
 
 // The harness that runs kernels from their text is for this one system.

@@ -1,6 +1,8 @@
 //! The `quantize` example as its users run it, and what it makes in the hands of the `gemma4` example.
 
 use crate::common::{self, trained_model};
+use crate::example_quantize_convert::encode;
+use candle::quantized::GgmlDType;
 use gem::models::gemma4::Gguf;
 use std::io::Write;
 use std::path::Path;
@@ -201,4 +203,67 @@ fn a_conversation_runs_by_the_template_in_the_file() {
         assert_eq!(json["turns"].as_array().unwrap().len(), turns);
         assert_eq!(json["turns"][1]["content"], answers[0]);
     }
+}
+
+#[test]
+fn force_replaces_a_file_and_neither_the_model_nor_what_is_no_file() {
+    let model = checkpoint(&[]);
+    let weights = model.path().join("model.safetensors");
+    let before = std::fs::read(&weights).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let [folder, link, gguf] = ["folder", "link", "model.gguf"].map(|name| out.path().join(name));
+    std::fs::create_dir(&folder).unwrap();
+    std::os::unix::fs::symlink(&weights, &link).unwrap();
+    let slash = format!("{}/", gguf.display());
+    for (to, why) in [
+        (weights.to_str().unwrap(), "is part of the model"),
+        (link.to_str().unwrap(), "is part of the model"),
+        (folder.to_str().unwrap(), "is there and no regular file"),
+        ("/dev/full", "is there and no regular file"),
+        (&slash, "want the name of a file"),
+    ] {
+        let args = [
+            model.path().to_str().unwrap(),
+            to,
+            "--type",
+            "q8_0",
+            "--force",
+        ];
+        let (success, _, log) = run("quantize", &args, "");
+        assert!(!success && log.contains(why), "{to}: {log}, want {why}");
+    }
+    assert_eq!(std::fs::read(&weights).unwrap(), before);
+    // What a link leads to is replaced, not the link.
+    std::fs::remove_file(&link).unwrap();
+    std::fs::write(&gguf, "old").unwrap();
+    std::os::unix::fs::symlink(&gguf, &link).unwrap();
+    let args = [model.path(), &link].map(|path| path.to_str().unwrap());
+    let (success, _, log) = run(
+        "quantize",
+        &[&args[..], &["--type", "q8_0", "--force"]].concat(),
+        "",
+    );
+    assert!(success, "{log}");
+    assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
+    Gguf::open(&gguf).unwrap();
+}
+
+#[test]
+fn a_value_that_no_block_can_hold_is_refused() {
+    let mut values = vec![0.5f32; 512];
+    values[300] = 1.7e38;
+    for (dtype, name) in [
+        (GgmlDType::F16, "F16"),
+        (GgmlDType::Q8_0, "Q8_0"),
+        (GgmlDType::Q4_0, "Q4_0"),
+        (GgmlDType::Q4K, "Q4_K"),
+        (GgmlDType::Q6K, "Q6_K"),
+    ] {
+        let error = encode(&values, dtype).unwrap_err().to_string();
+        assert!(
+            error.contains(&format!("is too large for {name}: ")),
+            "{error}"
+        );
+    }
+    assert!(encode(&values, GgmlDType::BF16).is_ok());
 }

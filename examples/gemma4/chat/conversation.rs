@@ -1,9 +1,13 @@
 //! What was said so far, and its file.
 
+use crate::bounded_file;
 use anyhow::{bail, Context, Result};
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+
+/// Bytes of a saved conversation.
+const LARGEST: u64 = 64 << 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -37,17 +41,20 @@ impl Conversation {
         self.turns.push(Turn { role, content });
     }
 
-    /// Writes the whole file beside `path` first, so that a failed or killed save leaves the old one.
+    /// Writes the whole file beside `path` first, so that a failed or killed save leaves the old one. Who may read the old one may
+    /// read the new one.
     pub fn save(&self, path: &Path) -> Result<()> {
-        let mut name = path
-            .file_name()
-            .with_context(|| format!("{}: want the name of a file", path.display()))?
-            .to_os_string();
+        let path = &bounded_file::target(path)?;
+        let old = std::fs::metadata(path).map(|file| file.permissions());
+        let mut name = path.file_name().unwrap_or_default().to_os_string();
         name.push(format!(".{}.part", std::process::id()));
         let part: PathBuf = path.with_file_name(name);
         let written = write(&part, &serde_json::to_vec_pretty(self)?)
             .with_context(|| part.display().to_string())
             .and_then(|()| {
+                if let Ok(permissions) = old {
+                    std::fs::set_permissions(&part, permissions)?;
+                }
                 std::fs::rename(&part, path).with_context(|| path.display().to_string())
             });
         if written.is_err() {
@@ -59,7 +66,8 @@ impl Conversation {
 
     /// A saved conversation: turns of user and model in alternation, the model's last.
     pub fn load(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let text = bounded_file::read(path, LARGEST)?;
+        let text = text.with_context(|| format!("{}: there is no such file", path.display()))?;
         let conversation: Self =
             serde_json::from_str(&text).with_context(|| path.display().to_string())?;
         let roles = [Role::User, Role::Model].into_iter().cycle();

@@ -1,8 +1,8 @@
 //! Where a checkpoint has its chat template.
 
+use crate::bounded_file;
 use anyhow::{bail, Context, Result};
 use serde_json::Value;
-use std::io::ErrorKind;
 use std::path::Path;
 
 /// Bytes of a file that may hold a template.
@@ -45,19 +45,5 @@ fn default_of(named: &[Value]) -> Option<&String> {
 
 /// The text of a file, `None` if there is none.
 pub fn read(path: &Path) -> Result<Option<String>> {
-    match std::fs::metadata(path) {
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(e).with_context(|| path.display().to_string()),
-        Ok(file) if !file.is_file() => bail!("{}: is no regular file", path.display()),
-        Ok(file) if file.len() > LARGEST => bail!(
-            "{}: has {} bytes, want at most {LARGEST}",
-            path.display(),
-            file.len()
-        ),
-        Ok(_) => {}
-    }
-    let bytes = std::fs::read(path).with_context(|| path.display().to_string())?;
-    String::from_utf8(bytes)
-        .map(Some)
-        .with_context(|| path.display().to_string())
+    bounded_file::read(path, LARGEST)
 }

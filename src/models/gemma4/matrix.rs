@@ -2,7 +2,7 @@
 
 use crate::projection::product;
 use candle::quantized::QTensor;
-use candle::{DType, Module, Result, Tensor};
+use candle::{DType, Module, Result, Tensor, D};
 use candle_nn::Linear;
 use std::sync::Arc;
 
@@ -29,11 +29,14 @@ impl Matrix {
     pub(super) fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         match self {
             Self::Dense(weight) => Linear::new(weight.clone(), None).forward(xs),
-            // The kernels of every device take f32.
-            Self::Quantized(weight) => xs
-                .to_dtype(DType::F32)?
-                .contiguous()?
-                .apply_op1_no_bwd(weight.as_ref()),
+            Self::Quantized(weight) => {
+                // The kernels of every device take f32.
+                let xs = xs.to_dtype(DType::F32)?.contiguous()?;
+                let product = xs.apply_op1_no_bwd(weight.as_ref())?;
+                // Those of the CPU quantize xs, where NaN and infinity become numbers. Zero times a sum of them is NaN still, and adds
+                // nothing to the rest.
+                product.broadcast_add(&(xs * 0.)?.sum_keepdim(D::Minus1)?)
+            }
         }
     }
 
