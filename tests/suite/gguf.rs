@@ -7,7 +7,7 @@ use crate::common::{message, trained_model};
 use crate::example_chat::{Encoder, Piece};
 use crate::example_quantize_convert::{encode, Plan};
 use crate::example_quantize_write::Meta;
-use crate::gguf_support::{altered, made, set, try_altered};
+use crate::gguf_support::{altered, made, set, trained_model_with, try_altered};
 use candle::quantized::{GgmlDType, QStorage, QTensor};
 use candle::{DType, Device, Result, Tensor};
 use gem::models::gemma4::{AttentionPath, Config, Gguf, Model, StopTokens, Weights};
@@ -184,24 +184,12 @@ fn the_tokenizer_is_that_of_the_checkpoint() {
     assert_eq!(gguf.chat_template(), None);
 }
 
-/// The trained model with what its folder does not have, in a folder of its own.
-fn with_files(files: &[(&str, &str)]) -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
-        std::fs::copy(trained_model().join(name), dir.path().join(name)).unwrap();
-    }
-    for (name, text) in files {
-        std::fs::write(dir.path().join(name), text).unwrap();
-    }
-    dir
-}
-
 /// The format has room for one token beside `<eos>`, `<turn|>` and `<|tool_response>`.
 #[test]
 fn the_stop_tokens_of_the_generation_config_are_in_the_file() {
     let stops = |ids: &str| {
         let text = format!("{{\"eos_token_id\": {ids}}}");
-        let dir = with_files(&[("generation_config.json", &text)]);
+        let dir = trained_model_with(&[("generation_config.json", &text)]);
         let plan = Plan::new(dir.path(), GgmlDType::Q8_0).unwrap();
         let notes = plan.notes.clone();
         let path = dir.path().join("model.gguf");
@@ -236,7 +224,7 @@ fn the_chat_template_of_either_file_is_in_the_file() {
             Some("one"),
         ),
     ] {
-        let (_file, gguf) = made(with_files(files).path(), GgmlDType::Q8_0);
+        let (_file, gguf) = made(trained_model_with(files).path(), GgmlDType::Q8_0);
         assert_eq!(gguf.chat_template(), want);
     }
 }

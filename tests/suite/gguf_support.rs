@@ -1,11 +1,24 @@
 //! GGUF files made of checkpoints, and altered.
 
+use crate::common::trained_model;
 use crate::example_quantize_convert::Plan;
 use crate::example_quantize_write::Meta;
 use candle::quantized::GgmlDType;
 use gem::models::gemma4::Gguf;
 use std::path::Path;
 use tempfile::TempDir;
+
+/// The trained model in a folder of its own, with these files beside it or in the place of its own.
+pub fn trained_model_with(files: &[(&str, &str)]) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+        std::fs::copy(trained_model().join(name), dir.path().join(name)).unwrap();
+    }
+    for (name, text) in files {
+        std::fs::write(dir.path().join(name), text).unwrap();
+    }
+    dir
+}
 
 pub fn made(folder: &Path, dtype: GgmlDType) -> (TempDir, Gguf) {
     altered(folder, dtype, |_| ())

@@ -6,13 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-/// A run that knows of no other hub, cache, token or proxy.
-fn gemma4(
-    home: &Path,
-    endpoint: &str,
-    args: &[&str],
-    variables: &[(&str, &str)],
-) -> (bool, String, String) {
+/// A run that knows of no other hub, cache, token or proxy, and begins a story.
+pub fn story(home: &Path, endpoint: &str) -> Command {
     let mut command = Command::new(example("gemma4"));
     for name in [
         "HF_TOKEN",
@@ -29,22 +24,25 @@ fn gemma4(
     command
         .env("HF_HOME", home)
         .env("HF_ENDPOINT", endpoint)
-        .env("RUST_BACKTRACE", "0");
+        .env("RUST_BACKTRACE", "0")
+        .args(["--cpu", "--model-id", MODEL, "-n", "4"])
+        .args(["--prompt", "Once upon a time there was"]);
+    command
+}
+
+fn gemma4(
+    home: &Path,
+    endpoint: &str,
+    args: &[&str],
+    variables: &[(&str, &str)],
+) -> (bool, String, String) {
+    let mut command = story(home, endpoint);
     command.envs(variables.iter().copied());
-    let story = [
-        "--cpu",
-        "--model-id",
-        MODEL,
-        "--prompt",
-        "Once upon a time there was",
-        "-n",
-        "4",
-    ];
     let Output {
         status,
         stdout,
         stderr,
-    } = command.args(story).args(args).output().unwrap();
+    } = command.args(args).output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (status.success(), text(stdout), text(stderr))
 }

@@ -1,13 +1,14 @@
 //! A process that is killed at any moment leaves nothing damaged under a final name.
 #![cfg(unix)]
 
-use crate::common::{self, example, trained_model};
-use crate::mock_hub::{sha256, Faults, MockHub, COMMIT, MODEL};
+use crate::common::{self, trained_model};
+use crate::hub::story;
+use crate::mock_hub::{sha256, Faults, MockHub, COMMIT};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::io::Write;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 /// SIGKILL.
@@ -92,30 +93,7 @@ const FILES: [&str; 4] = [
 ];
 
 fn download(home: &Path, endpoint: &str) -> Child {
-    let mut command = Command::new(example("gemma4"));
-    for name in [
-        "HF_HUB_CACHE",
-        "HF_HUB_OFFLINE",
-        "HF_TOKEN",
-        "HTTP_PROXY",
-        "http_proxy",
-        "ALL_PROXY",
-        "all_proxy",
-    ] {
-        command.env_remove(name);
-    }
-    command
-        .args([
-            "--cpu",
-            "--model-id",
-            MODEL,
-            "--prompt",
-            "Once upon a time there was",
-            "-n",
-            "4",
-        ])
-        .env("HF_HOME", home)
-        .env("HF_ENDPOINT", endpoint)
+    story(home, endpoint)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())

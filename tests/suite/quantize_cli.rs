@@ -2,6 +2,7 @@
 
 use crate::common::{self, trained_model};
 use crate::example_quantize_convert::encode;
+use crate::gguf_support::trained_model_with;
 use candle::quantized::GgmlDType;
 use gem::models::gemma4::Gguf;
 use std::io::Write;
@@ -18,18 +19,6 @@ fn run(name: &str, args: &[&str], stdin: &str) -> (bool, String, String) {
     (out.status.success(), text(out.stdout), text(out.stderr))
 }
 
-/// The trained model with these files beside it.
-fn checkpoint(files: &[(&str, &str)]) -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
-        std::fs::copy(trained_model().join(name), dir.path().join(name)).unwrap();
-    }
-    for (name, text) in files {
-        std::fs::write(dir.path().join(name), text).unwrap();
-    }
-    dir
-}
-
 fn names(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap();
     let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name();
@@ -43,8 +32,8 @@ fn mistakes_are_named_and_leave_no_file() {
     let (folder, out) = (trained_model(), tempfile::tempdir().unwrap());
     let (folder, file) = (folder.to_str().unwrap(), out.path().join("model.gguf"));
     let nowhere = out.path().join("none/model.gguf");
-    let damaged = checkpoint(&[("model.safetensors", "no tensors")]);
-    let bad_tokenizer = checkpoint(&[("tokenizer.json", "{}")]);
+    let damaged = trained_model_with(&[("model.safetensors", "no tensors")]);
+    let bad_tokenizer = trained_model_with(&[("tokenizer.json", "{}")]);
     let path = |path: &'static str| path;
     for (from, to, kind, wanted) in [
         (folder, &file, "q3_k", "[possible values: q4_0, q8_0, q4_k"),
@@ -135,7 +124,7 @@ fn a_quantized_model_stops_where_its_generation_config_says() {
     let tokenizer = tokenizers::Tokenizer::from_file(trained_model().join("tokenizer.json"));
     let had = tokenizer.unwrap().token_to_id("▁had").unwrap();
     let text = format!("{{\"eos_token_id\": [1, 6, {had}]}}");
-    let dir = checkpoint(&[("generation_config.json", &text)]);
+    let dir = trained_model_with(&[("generation_config.json", &text)]);
     let alone = tempfile::tempdir().unwrap();
     let file = alone.path().join("model.gguf");
     let (from, to) = (dir.path().to_str().unwrap(), file.to_str().unwrap());
@@ -166,7 +155,7 @@ fn a_conversation_runs_by_the_template_in_the_file() {
 {% if m.role == 'user' %} The secret words are cloak, silver and window. Remember them.
 {% endif %}{{ m.content }}<turn|>
 {% endfor %}{{ '<|turn>model\\n' }}";
-    let dir = checkpoint(&[("chat_template.jinja", template)]);
+    let dir = trained_model_with(&[("chat_template.jinja", template)]);
     let alone = tempfile::tempdir().unwrap();
     let file = alone.path().join("model.gguf");
     let saved = |name: &str| alone.path().join(name);
@@ -207,7 +196,7 @@ fn a_conversation_runs_by_the_template_in_the_file() {
 
 #[test]
 fn force_replaces_a_file_and_neither_the_model_nor_what_is_no_file() {
-    let model = checkpoint(&[]);
+    let model = trained_model_with(&[]);
     let weights = model.path().join("model.safetensors");
     let before = std::fs::read(&weights).unwrap();
     let out = tempfile::tempdir().unwrap();
