@@ -54,7 +54,11 @@ pub fn run<T: Send + 'static>(
     let end = Instant::now() + time;
     loop {
         match result.recv_timeout(GLANCE) {
-            Ok(outcome) => return Ok(outcome),
+            Ok(outcome) => {
+                // It has nothing more to do, and should be gone when its caller is.
+                thread.join().ok();
+                return Ok(outcome);
+            }
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(match thread.join() {
                     Err(panic) => format!("it panicked: {}", words(panic.as_ref())),
