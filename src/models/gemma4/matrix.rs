@@ -2,7 +2,9 @@
 
 use crate::projection::product;
 use candle::quantized::QTensor;
-use candle::{DType, Module, Result, Tensor, D};
+use candle::{
+    CpuStorage, CudaStorage, CustomOp1, DType, Layout, MetalStorage, Module, Result, Shape, Tensor,
+};
 use candle_nn::Linear;
 use std::sync::Arc;
 
@@ -29,14 +31,11 @@ impl Matrix {
     pub(super) fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         match self {
             Self::Dense(weight) => Linear::new(weight.clone(), None).forward(xs),
-            Self::Quantized(weight) => {
-                // The kernels of every device take f32.
-                let xs = xs.to_dtype(DType::F32)?.contiguous()?;
-                let product = xs.apply_op1_no_bwd(weight.as_ref())?;
-                // Those of the CPU quantize xs, where NaN and infinity become numbers. Zero times a sum of them is NaN still, and adds
-                // nothing to the rest.
-                product.broadcast_add(&(xs * 0.)?.sum_keepdim(D::Minus1)?)
-            }
+            // The kernels of every device take f32.
+            Self::Quantized(weight) => xs
+                .to_dtype(DType::F32)?
+                .contiguous()?
+                .apply_op1_no_bwd(&Carrying(weight)),
         }
     }
 
@@ -69,5 +68,39 @@ impl Matrix {
             Self::Dense(weight) => weight.index_select(ids, 0)?.to_dtype(DType::F32),
             Self::Quantized(weight) => weight.embedding(ids),
         }
+    }
+}
+
+/// candle's product, but that a row of the input which is not finite gives a row of NaN: on the CPU candle quantizes the input, where
+/// NaN and infinity become numbers.
+struct Carrying<'a>(&'a QTensor);
+
+impl CustomOp1 for Carrying<'_> {
+    fn name(&self) -> &'static str {
+        "quantized product"
+    }
+
+    fn cpu_fwd(&self, xs: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (mut product, shape) = self.0.cpu_fwd(xs, layout)?;
+        if let (CpuStorage::F32(xs), CpuStorage::F32(product), Some((start, end))) =
+            (xs, &mut product, layout.contiguous_offsets())
+        {
+            let (rows, columns) = self.0.shape().dims2()?;
+            let inputs = xs[start..end].chunks_exact(columns);
+            for (xs, product) in inputs.zip(product.chunks_exact_mut(rows)) {
+                if !xs.iter().all(|x| x.is_finite()) {
+                    product.fill(f32::NAN);
+                }
+            }
+        }
+        Ok((product, shape))
+    }
+
+    fn metal_fwd(&self, xs: &MetalStorage, layout: &Layout) -> Result<(MetalStorage, Shape)> {
+        self.0.metal_fwd(xs, layout)
+    }
+
+    fn cuda_fwd(&self, xs: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.0.cuda_fwd(xs, layout)
     }
 }
