@@ -41,10 +41,7 @@ fn main() -> Result<ExitCode> {
         .as_deref()
         .map(plot::Destination::open)
         .transpose()?;
-    let device = match args.cpu {
-        true => Device::Cpu,
-        false => gem::device::best()?,
-    };
+    let device = gem::device::choose(args.cpu)?;
     let dtype = match args.dtype {
         Some(dtype) => dtype.into(),
         None if device.is_cpu() => DType::F32,

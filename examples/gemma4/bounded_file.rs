@@ -4,6 +4,9 @@ use anyhow::{bail, Context, Result};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+/// Bytes of a tokenizer or of what configures one; Gemma's has 32 MiB.
+pub const LARGEST: u64 = 512 << 20;
+
 /// The text of a file of at most `largest` bytes, `None` if there is none. Links are followed; what they lead to must be a regular
 /// file, since a device need not end and a pipe need not begin.
 pub fn read(path: &Path, largest: u64) -> Result<Option<String>> {

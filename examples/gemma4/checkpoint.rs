@@ -13,8 +13,6 @@ use std::path::{Path, PathBuf};
 use tokenizer::read_tokenizer;
 use tokenizers::Tokenizer;
 
-/// Bytes of a file that is read whole; Gemma's tokenizer has 32 MiB.
-const LARGEST_FILE: u64 = 512 << 20;
 const BUILT_IN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-gemma4");
 
 /// Where a checkpoint is; the model of this repository by default.
@@ -187,10 +185,7 @@ impl Checkpoint {
         let tokenizer_file = beside(&given.tokenizer_file, "tokenizer.json");
         let tokenizer = tokenizer_of(&tokenizer_file, &config)?;
         let generation_file = folder.join("generation_config.json");
-        let generation = match generation_file.exists() {
-            true => Some(read(&generation_file)?),
-            false => None,
-        };
+        let generation = bounded_file::read(&generation_file, bounded_file::LARGEST)?;
         let stop = StopTokens::new(&config, generation.as_deref())
             .with_context(|| generation_file.display().to_string())?;
         Ok(Self {
@@ -230,8 +225,10 @@ impl Checkpoint {
 }
 
 fn tokenizer_of(file: &Path, config: &Config) -> Result<Tokenizer> {
-    let tokenizer =
-        read_tokenizer(read(file)?.as_bytes()).with_context(|| file.display().to_string())?;
+    let place = || file.display().to_string();
+    let json = bounded_file::read(file, bounded_file::LARGEST)?;
+    let json = json.with_context(|| format!("{}: there is no such file", place()))?;
+    let tokenizer = read_tokenizer(json.as_bytes()).with_context(place)?;
     let vocab = tokenizer.get_vocab_size(true);
     if vocab > config.vocab_size {
         bail!(
@@ -241,10 +238,4 @@ fn tokenizer_of(file: &Path, config: &Config) -> Result<Tokenizer> {
         );
     }
     Ok(tokenizer)
-}
-
-/// The text of a regular file, whatever links lead to it: a device need not end, a pipe need not begin.
-fn read(file: &Path) -> Result<String> {
-    let text = bounded_file::read(file, LARGEST_FILE)?;
-    text.with_context(|| format!("{}: there is no such file", file.display()))
 }

@@ -39,10 +39,7 @@ fn main() -> Result<()> {
     if args.list_devices {
         return list_devices();
     }
-    let device = match args.cpu {
-        true => Device::Cpu,
-        false => gem::device::best()?,
-    };
+    let device = gem::device::choose(args.cpu)?;
     device.with_context(|| run(&args, &device))
 }
 

@@ -1,7 +1,7 @@
 //! A checkpoint to a GGUF file, tensor by tensor.
 
 use super::write::{self, Meta};
-use super::{metadata, template_file, vocabulary};
+use super::{bounded_file, metadata, template_file, vocabulary};
 use anyhow::{bail, Context, Result};
 use candle::quantized::{GgmlDType, QTensor};
 use candle::{DType, Device};
@@ -43,13 +43,7 @@ impl Plan {
             .map_or("gemma4".into(), |name| name.to_string_lossy());
         let mut metadata = metadata::of_model(&config, &name, file_type(wanted))?;
         let mut notes = Vec::new();
-        let read = |name: &str| -> Result<Option<String>> {
-            match std::fs::read_to_string(folder.join(name)) {
-                Ok(text) => Ok(Some(text)),
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-                Err(e) => Err(e).with_context(|| folder.join(name).display().to_string()),
-            }
-        };
+        let read = |name| bounded_file::read(&folder.join(name), bounded_file::LARGEST);
         match read("tokenizer.json")? {
             Some(text) => {
                 let generation = read(GENERATION)?;

@@ -21,7 +21,7 @@ mod routes;
 mod sources;
 
 use anyhow::Result;
-use candle::{DType, Device};
+use candle::DType;
 use checkpoint::{Checkpoint, ModelFiles};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -103,10 +103,7 @@ fn main() -> Result<ExitCode> {
 }
 
 fn measure(args: &Args, table: &mut Table) -> Result<()> {
-    let device = match args.cpu {
-        true => Device::Cpu,
-        false => gem::device::best()?,
-    };
+    let device = gem::device::choose(args.cpu)?;
     let settings = Settings::new(&device, args.quick, args.seed);
     // Everything that can be wrong with the model is said before the first gate.
     let Checkpoint {

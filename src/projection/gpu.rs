@@ -50,7 +50,7 @@ enum Route {
 }
 
 /// Most rows of x that decode takes.
-const DECODE_ROWS: usize = 8;
+pub(crate) const DECODE_ROWS: usize = 8;
 
 /// Which route, for at most so many rows of x and of w. The first that fits.
 struct Rule {
@@ -207,10 +207,10 @@ pub enum CudaRoute {
     Library,
 }
 
-/// Most rows of f32 for which the kernels of `cuda/` are faster than cuBLAS, by a sixth at one row of the 31B's projections on an H200.
+/// Most rows of f32 for which the kernels of `cuda/` are faster than cuBLAS: by 4 to 26 % with the 31B's projections on an H200.
 const F32_ROWS: usize = 4;
 
-/// What CUDA runs for `g`: cuBLAS, which in half precision reads the weight faster at one row (53 against 86 us there) and keeps
+/// What CUDA runs for `g`: cuBLAS, which in half precision reads the weight faster at one row (49 against 87 us there) and keeps
 /// the matrix units busy at many. Kernels of `cuda/` are for a few rows of f32, and for what it does not take: two dtypes, or rows less
 /// far apart than they are long.
 ///

@@ -152,12 +152,8 @@ impl FusedProjection {
     /// xs of another hidden size, dtype or device, empty, or with strides that do not fit; a device that there is no code
     /// for.
     pub fn forward(&self, xs: &Tensor) -> Result<Projections> {
-        self.check(xs)?;
-        let op = Op {
-            cpu_kernel: self.cpu_kernel,
-        };
         Ok(Projections {
-            packed: xs.apply_op2(&self.weight, op)?,
+            packed: product(xs, &self.weight, self.cpu_kernel)?,
             blocks: self.blocks.clone(),
         })
     }
@@ -206,10 +202,14 @@ fn find<'a>(blocks: &'a [Block], name: &str) -> Result<&'a Block> {
     }
 }
 
-/// `xs` `(rows, hidden)` times every row of `weight`, f32 `(rows, weight rows)`: a product that widens no weight.
-pub(crate) fn product(xs: &Tensor, weight: &Tensor) -> Result<Tensor> {
+/// `xs` `(.., hidden)` times every row of `weight`, f32 `(.., weight rows)`: a product that widens no weight.
+pub(crate) fn product(
+    xs: &Tensor,
+    weight: &Tensor,
+    cpu_kernel: Option<CpuKernel>,
+) -> Result<Tensor> {
     ProjectionGeometry::new(NAME, xs, weight)?;
-    xs.apply_op2(weight, Op { cpu_kernel: None })
+    xs.apply_op2(weight, Op { cpu_kernel })
 }
 
 struct Op {

@@ -283,9 +283,13 @@ fn matrix(
 }
 
 fn first_pass_buffers(inputs: usize) -> Vec<Binding> {
+    inputs_into(inputs, &[0, 1, 2].map(Slot::Scratch))
+}
+
+/// Buffers of a pass that reads so many inputs and writes `results`.
+fn inputs_into(inputs: usize, results: &[Slot]) -> Vec<Binding> {
     let inputs = (0..inputs).map(|input| Read(Slot::Input(input)));
-    let partials = [0, 1, 2].map(|scratch| Write(Slot::Scratch(scratch)));
-    inputs.chain(partials).collect()
+    inputs.chain(results.iter().copied().map(Write)).collect()
 }
 
 /// Dimensions of a value tile, and slices of the sequence, of the staged route.

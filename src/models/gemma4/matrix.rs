@@ -1,6 +1,6 @@
 //! A weight matrix: dense, or quantized as a GGUF file has it.
 
-use crate::projection::product;
+use crate::projection::{gpu::DECODE_ROWS, product};
 use candle::quantized::QTensor;
 use candle::{
     CpuStorage, CudaStorage, CustomOp1, DType, Layout, MetalStorage, Module, Result, Shape, Tensor,
@@ -10,9 +10,6 @@ use std::sync::Arc;
 
 /// Rows of the head that are widened to f32 together where the weights are half precision.
 pub(super) const HEAD_ROWS: usize = 8192;
-
-/// Rows of f32 times a half-precision head that [`product`] takes in one read of it.
-const PRODUCT_ROWS: usize = 8;
 
 /// `(rows, columns)`; a clone is the same memory.
 #[derive(Debug, Clone)]
@@ -46,8 +43,8 @@ impl Matrix {
             Self::Quantized(_) => return self.forward(xs),
         };
         // A GPU that is asked for a row at a time would widen more bytes than the weights have.
-        if weight.device().is_cuda() && weight.dtype() != DType::F32 && xs.dim(0)? <= PRODUCT_ROWS {
-            return product(xs, weight);
+        if weight.device().is_cuda() && weight.dtype() != DType::F32 && xs.dim(0)? <= DECODE_ROWS {
+            return product(xs, weight, None);
         }
         let total = weight.dim(0)?;
         let rows = match weight.dtype() {

@@ -8,12 +8,12 @@ mod entries;
 
 use super::shared_kv::shared_params;
 use super::states::{with_states, After};
-use super::{first_pass_buffers, one_kv_dtype, params, Route, Sizes, OP};
+use super::{first_pass_buffers, inputs_into, one_kv_dtype, params, Route, Sizes, OP};
 use crate::attention::geometry::AttentionGeometry;
 use crate::attention::keys::RotaryKeys;
 use crate::attention::plan::Partitions;
 use crate::backend::limits::{check_grid, narrow};
-use crate::backend::plan::{Binding, Output, Pass, Plan, Slot, Source, Target};
+use crate::backend::plan::{Output, Pass, Plan, Slot, Source, Target};
 use block::{Block, Family};
 use candle::{bail, Result};
 use entries::entry;
@@ -122,10 +122,7 @@ pub fn plan(
         },
         entry: entry(&block, g.v.dtype, whole)?,
         buffers: match whole {
-            true => (0..inputs)
-                .map(|input| Binding::Read(Slot::Input(input)))
-                .chain([Binding::Write(Slot::Output(0))])
-                .collect(),
+            true => inputs_into(inputs, &[Slot::Output(0)]),
             false => first_pass_buffers(inputs),
         },
         params,
