@@ -10,7 +10,7 @@ import torch
 import driver
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-SOURCES = ["attention_d512", "attention_matrix", "attention_tiled", "attention_states"]
+SOURCES = ["attention_d512", "attention_matrix", "attention_tiled", "attention_states", "projection"]
 TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 NAMES = {t: n for n, t in TYPES.items()}
 NUMBERS = {"f32": 0, "f16": 1, "bf16": 2}
@@ -30,7 +30,9 @@ class Kernels:
         self._modules = {s: driver.Module((folder / f"cuda-{s}.cubin").read_bytes()) for s in SOURCES}
 
     def __getitem__(self, name):
-        # attention_d512_partial_.., attention_d512_shared_kv_partial_.. and the same with matrix and tiled, attention_states_..
+        # attention_d512_partial_.., attention_d512_shared_kv_partial_.. and the same with matrix and tiled, attention_states_.., projection_..
+        if name.startswith("projection_"):
+            return self._modules["projection"].function(name)
         kinds = [kind for kind in ("states", "matrix", "tiled") if f"_{kind}_" in name]
         return self._modules[f"attention_{kinds[0]}" if kinds else "attention_d512"].function(name)
 
