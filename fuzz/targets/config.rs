@@ -14,10 +14,10 @@ fuzz_target!(|text: &str| {
         assert!(elements.is_some_and(|n| n > 0), "{name} {shape:?}");
     }
     let longest = config.max_position_embeddings;
-    for (path, dtype, context, chunk) in [
-        (AttentionPath::Reference, DType::BF16, longest, longest),
-        (AttentionPath::Fused, DType::F32, usize::MAX, 1),
-        (AttentionPath::FusedSharedKv, DType::F16, 1, 512),
+    for (path, dtype, context, chunk, marks) in [
+        (AttentionPath::Reference, DType::BF16, longest, longest, true),
+        (AttentionPath::Fused, DType::F32, usize::MAX, 1, false),
+        (AttentionPath::FusedSharedKv, DType::F16, 1, 512, true),
     ] {
         let demand = MemoryDemand {
             path,
@@ -26,6 +26,7 @@ fuzz_target!(|text: &str| {
             context,
             chunk,
             weight_bytes: None,
+            marks,
         };
         let plan = MemoryPlan::new(&config, &demand);
         let demand = MemoryDemand {

@@ -21,6 +21,7 @@ fuzz_target!(|bytes: &[u8]| {
         context: 64,
         chunk: 64,
         weight_bytes: Some(planned as u64),
+        marks: true,
     };
     MemoryPlan::new(gguf.config(), &demand);
     let checked = gguf.check();

@@ -7,6 +7,7 @@
 #[allow(dead_code, reason = "the program uses all of it")]
 #[path = "../../examples/gemma4/chat/mod.rs"]
 mod chat;
+#[allow(dead_code, reason = "the program uses all of it")]
 #[path = "../../examples/gemma4/bounded_file.rs"]
 mod bounded_file;
 #[path = "../../examples/gemma4/guard.rs"]
