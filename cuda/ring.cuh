@@ -81,6 +81,9 @@ struct Ring {
     }
 
     // Asks for `count` rows from row `first` on of each tensor. One warp, into a slot that is free.
+    //
+    // No proxy fence: a byte that threads store is not filled by the copy engine afterwards. All rows of a tensor go one way, and
+    // zeros fill what a partition's last tile leaves, after which its slot is not filled again.
     template <uint TILE, uint N>
     __device__ void fill(uint slot, const Rows *tensors, uint first, uint count) const {
         const uint lane = threadIdx.x % GEM_LANES;
