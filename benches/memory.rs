@@ -67,7 +67,8 @@ fn measure(length: usize) -> Outcome<Point> {
 }
 
 fn folder() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-gemma4"))
+    // Of the repository, in which cargo runs benchmarks.
+    Path::new("assets/tiny-gemma4")
 }
 
 fn mib(bytes: u64) -> f64 {
@@ -94,8 +95,8 @@ fn read_prompt(length: usize) -> Outcome<u64> {
 }
 
 fn plot(points: &[Point]) -> Outcome<()> {
-    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
-    std::fs::create_dir_all(&docs)?;
+    let docs = Path::new("docs");
+    std::fs::create_dir_all(docs)?;
     let file = docs.join("memory.svg");
     let root = SVGBackend::new(&file, (720, 420)).into_drawing_area();
     root.fill(&WHITE)?;

@@ -180,7 +180,8 @@ fn grouped(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
 
 /// A Python process that holds its own tensors of the same shape and times itself when asked.
 fn torch(arm: &str, shape: Shape, python: &str) -> Result<Run> {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/torch_peer.py");
+    // In the repository, where cargo runs benchmarks.
+    let script = "benches/torch_peer.py";
     let mut child = Command::new(python)
         .arg(script)
         .arg(arm)

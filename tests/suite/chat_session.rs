@@ -1,9 +1,8 @@
 //! A conversation with the trained model as its users hold it: turns on stdin, answers on stdout.
 
-use crate::common::{self, trained_model};
+use crate::common::{self, repository, trained_model};
 use crate::example_chat::Conversation;
 use std::io::{Read, Write};
-use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
@@ -35,8 +34,7 @@ fn long_turn() -> String {
 fn a_second_turn_that_reuses_the_first_answers_as_a_cold_run() {
     let folder = tempfile::tempdir().unwrap();
     let template = folder.path().join("thought.jinja");
-    let built_in =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/gemma4/chat/built_in.jinja");
+    let built_in = repository().join("examples/gemma4/chat/built_in.jinja");
     let with_thought = std::fs::read_to_string(built_in).unwrap() + "{{ 'thought: none\n' }}";
     std::fs::write(&template, with_thought).unwrap();
     for path in ["reference", "fused", "fused-kv"] {

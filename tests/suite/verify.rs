@@ -1,6 +1,6 @@
 //! The `verify` example as its users run it: five gates, receipts, and no edited receipt passes.
 
-use crate::common::example;
+use crate::common::{example, repository};
 use gem::attention::CpuKernel;
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
@@ -323,7 +323,7 @@ fn check_contents(folder: &Path) {
         "src/cpu",
         "src/projection/cpu",
     ] {
-        for file in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(folder)).unwrap() {
+        for file in std::fs::read_dir(repository().join(folder)).unwrap() {
             let name = file.unwrap().file_name().into_string().unwrap();
             assert!(
                 bound[format!("{folder}/{name}")].is_string(),

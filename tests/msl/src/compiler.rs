@@ -328,15 +328,21 @@ pub fn cached(kind: &str, digest: &str, make: impl FnOnce(&Path) -> Result<()>) 
     Ok(folder)
 }
 
-/// `msl` in the build folder that this crate was built in.
+/// `msl` in the build folder that holds the program that runs, or, for a documentation test, that this crate was built in. The
+/// first is right where the repository has moved since.
 fn cache_folder() -> Result<PathBuf> {
-    let own = Path::new(env!("OUT_DIR"));
+    let program = std::env::current_exe().unwrap_or_default();
+    let built = Path::new(env!("OUT_DIR"));
     // cargo tags its build folder, wherever it is.
-    let target = own
+    let target = program
         .ancestors()
+        .chain(built.ancestors())
         .find(|folder| folder.join("CACHEDIR.TAG").exists())
         .ok_or_else(|| {
-            Error::Machine(format!("{} is in no build folder of cargo", own.display()))
+            let (program, built) = (program.display(), built.display());
+            Error::Machine(format!(
+                "{program} and {built} are in no build folder of cargo"
+            ))
         })?;
     Ok(target.join("msl"))
 }

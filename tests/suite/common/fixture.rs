@@ -12,9 +12,7 @@ pub const FIXTURES: [&str; 2] = ["tiny-gemma4-d64", "tiny-gemma4-d512"];
 
 /// The folder of a fixture: config and goldens, but no weights.
 pub fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/fixtures")
-        .join(name)
+    super::repository().join("tests/fixtures").join(name)
 }
 
 /// The fixture's weights in bf16 on the CPU, under the names of its checkpoint.

@@ -9,12 +9,17 @@ pub mod oracle;
 
 pub use error::{message, message_in};
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+
+/// The repository, in which cargo runs the tests; where they were built, it may no longer be.
+pub fn repository() -> PathBuf {
+    std::env::current_dir().unwrap()
+}
 
 /// The folder of the trained model that the repository ships.
 pub fn trained_model() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny-gemma4")
+    repository().join("assets/tiny-gemma4")
 }
 
 /// An example on its way, with pipes to all three of its streams.
