@@ -127,7 +127,7 @@ impl Source {
         let Some(shape) = args.shape else {
             let Checkpoint {
                 config, weights, ..
-            } = Checkpoint::open(&args.model)?;
+            } = Checkpoint::open(&args.model, |_| Ok(()))?;
             return Ok(Self::Checkpoint {
                 config,
                 weights: Box::new(weights),

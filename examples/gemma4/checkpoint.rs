@@ -13,7 +13,8 @@ use std::path::{Path, PathBuf};
 use tokenizer::read_tokenizer;
 use tokenizers::Tokenizer;
 
-const BUILT_IN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-gemma4");
+/// The model of this repository, in it.
+const BUILT_IN: &str = "assets/tiny-gemma4";
 
 /// Where a checkpoint is; the model of this repository by default.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -71,20 +72,24 @@ impl ModelFiles {
                 Some(file) => file.with_file_name(hub::CONFIG),
                 None => bail!("--weight-files names no file"),
             },
-            (None, None, None) => Path::new(BUILT_IN).join(hub::CONFIG),
+            (None, None, None) => built_in().join(hub::CONFIG),
         };
         Ok((Config::from_file(file)?, None))
     }
 
-    /// The same with files of this machine in place of the hub's.
-    fn fetched(&self) -> Result<Self> {
+    /// The same with files of this machine in place of the hub's; `admit` sees the configuration before gigabytes are fetched for
+    /// nothing.
+    fn fetched(&self, admit: impl FnOnce(&Config) -> Result<()>) -> Result<Self> {
         let Some(id) = &self.hub.model_id else {
             return Ok(self.clone());
         };
         let named = self.weight_files.as_deref();
-        if self.config_file.is_none() && named.is_none() {
-            // What is not implemented is refused before gigabytes are fetched for nothing.
-            Config::from_file(hub::fetch_config(&self.hub, id)?)?;
+        // What files that are named hold is not known before.
+        if named.is_none() {
+            admit(&Config::from_file(match &self.config_file {
+                Some(file) => file.clone(),
+                None => hub::fetch_config(&self.hub, id)?,
+            })?)?;
         }
         let fetched = hub::fetch(&self.hub, id, named)?;
         // Weights may be in a folder of their repository; these are not.
@@ -158,12 +163,13 @@ impl Stored {
 }
 
 impl Checkpoint {
-    pub fn open(given: &ModelFiles) -> Result<Self> {
-        let given = &given.fetched()?;
+    /// `admit` may refuse the configuration of a checkpoint that is to be fetched, before it is.
+    pub fn open(given: &ModelFiles, admit: impl FnOnce(&Config) -> Result<()>) -> Result<Self> {
+        let given = &given.fetched(admit)?;
         let files = given
             .weight_files
             .clone()
-            .unwrap_or_else(|| vec![PathBuf::from(BUILT_IN)]);
+            .unwrap_or_else(|| vec![built_in()]);
         if let Some(gguf) = files.iter().find(|file| Gguf::is_gguf(file)) {
             if files.len() > 1 {
                 bail!("{}: is GGUF, want it alone", gguf.display());
@@ -222,6 +228,16 @@ impl Checkpoint {
             folder: file.parent().map(Path::to_path_buf).unwrap_or_default(),
         })
     }
+}
+
+/// The folder of the model of this repository, which may have been moved since this program was built in it.
+fn built_in() -> PathBuf {
+    let program = std::env::current_exe().unwrap_or_default();
+    let built = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut folders = program.ancestors().map(|folder| folder.join(BUILT_IN));
+    folders
+        .find(|folder| folder.is_dir())
+        .unwrap_or(built.join(BUILT_IN))
 }
 
 fn tokenizer_of(file: &Path, config: &Config) -> Result<Tokenizer> {

@@ -23,7 +23,7 @@ use candle::{DType, Device};
 use chat::{Conversation, Encoder, Form, Piece, Role, Template};
 use checkpoint::{Checkpoint, Stored};
 use clap::Parser;
-use gem::models::gemma4::{AttentionPath, MemoryDemand};
+use gem::models::gemma4::Config;
 use session::Session;
 use source::Prompt;
 use std::io::Write;
@@ -77,7 +77,12 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         mut stop,
         weights,
         folder,
-    } = Checkpoint::open(&args.model)?;
+    } = Checkpoint::open(&args.model, |config| {
+        // A prompt of one token is the least.
+        let context = context(args, config, 1);
+        let (demand, paths) = plan::demand(args, config, dtype, device, context, None)?;
+        plan::check(args, config, &demand, &paths, device)
+    })?;
     let encoder = Encoder::new(tokenizer);
     let bos = config.bos_token_id;
     let form = match prompt {
@@ -104,16 +109,11 @@ fn run(args: &Args, device: &Device) -> Result<()> {
             ids.len()
         );
     }
-    let context = match (converses, args.max_context) {
-        (true, Some(most)) => most,
-        (true, None) => CONVERSATION.min(limit),
-        (false, _) => run::planned_context(args, ids.len()).min(limit),
-    };
-    let path = args.attention.unwrap_or_default();
+    let context = context(args, &config, ids.len());
+    let held = weights.held_bytes(dtype);
+    let (demand, paths) = plan::demand(args, &config, dtype, device, context, held)?;
     if args.ab {
         ab::say_what_is_left_out(&config, dtype, device);
-    } else {
-        path.check(&config, dtype, device)?;
     }
     let report = args
         .json
@@ -121,20 +121,6 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         .map(report::Destination::open)
         .transpose()?;
     let shapes = config.tensor_shapes();
-    // A comparison holds the caches of every path at once.
-    let paths = match args.ab {
-        true => AttentionPath::available(&config, dtype, device),
-        false => vec![path],
-    };
-    let demand = MemoryDemand {
-        path,
-        dtype,
-        on_cpu: device.is_cpu(),
-        context,
-        chunk: args.prefill_chunk,
-        weight_bytes: weights.held_bytes(dtype),
-        marks: converses,
-    };
     if !args.quiet {
         eprintln!("{}", plan::line(&config, &demand, &paths));
     }
@@ -159,11 +145,11 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         return Ok(());
     }
     if let (true, Some(form)) = (converses, &form) {
-        let cache = run::new_cache(&model, path, args, &[])?;
+        let cache = run::new_cache(&model, demand.path, args, &[])?;
         let mut session = Session::new(conversation, &model, cache, &encoder, form, &stop, args);
         return converse::converse(&mut session);
     }
-    let run = run::run(&model, encoder.tokenizer(), &ids, &stop, path, args)?;
+    let run = run::run(&model, encoder.tokenizer(), &ids, &stop, demand.path, args)?;
     if let Some(report) = report {
         report.write(&report::run_json(&model, &run))?;
     }
@@ -171,6 +157,16 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         report::print(&run);
     }
     Ok(())
+}
+
+/// Tokens that a run is planned for: a prompt of so many with its answer, or a conversation.
+fn context(args: &Args, config: &Config, prompt_len: usize) -> usize {
+    let limit = args.max_context.unwrap_or(config.max_position_embeddings);
+    match (args.converses(), args.max_context) {
+        (true, Some(most)) => most,
+        (true, None) => CONVERSATION.min(limit),
+        (false, _) => run::planned_context(args, prompt_len).min(limit),
+    }
 }
 
 /// The template that `args` or the checkpoint gives, else the built-in one, which is told.

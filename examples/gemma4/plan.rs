@@ -28,6 +28,48 @@ fn positive(text: &str) -> Result<f64, String> {
     }
 }
 
+/// What `args` ask for, and the paths whose caches are held at once: a comparison's are all.
+///
+/// # Errors
+///
+/// A path that the device or the type does not have.
+pub fn demand(
+    args: &Args,
+    config: &Config,
+    dtype: DType,
+    device: &Device,
+    context: usize,
+    weight_bytes: Option<u64>,
+) -> Result<(MemoryDemand, Vec<AttentionPath>)> {
+    let demand = asked(args, dtype, device, context, weight_bytes);
+    let paths = match args.ab {
+        true => AttentionPath::available(config, dtype, device),
+        false => {
+            demand.path.check(config, dtype, device)?;
+            vec![demand.path]
+        }
+    };
+    Ok((demand, paths))
+}
+
+fn asked(
+    args: &Args,
+    dtype: DType,
+    device: &Device,
+    context: usize,
+    weight_bytes: Option<u64>,
+) -> MemoryDemand {
+    MemoryDemand {
+        path: args.attention.unwrap_or_default(),
+        dtype,
+        on_cpu: device.is_cpu(),
+        context,
+        chunk: args.prefill_chunk,
+        weight_bytes,
+        marks: args.converses(),
+    }
+}
+
 /// The table of `--plan`, by context and path.
 pub fn print_table(
     args: &Args,
@@ -39,12 +81,7 @@ pub fn print_table(
     let mut out = std::io::stdout().lock();
     let demand = |path, context| MemoryDemand {
         path,
-        dtype,
-        on_cpu: device.is_cpu(),
-        context,
-        chunk: args.prefill_chunk,
-        weight_bytes,
-        marks: args.converses(),
+        ..asked(args, dtype, device, context, weight_bytes)
     };
     writeln!(
         out,

@@ -3,6 +3,9 @@
 #[path = "../gemma4/bounded_file.rs"]
 mod bounded_file;
 mod convert;
+#[path = "../gemma4/hub/mod.rs"]
+#[allow(dead_code, reason = "this example takes whole checkpoints")]
+mod hub;
 #[path = "../gemma4/memory.rs"]
 #[allow(dead_code, reason = "this example does not report its peak")]
 mod memory;
@@ -15,9 +18,10 @@ mod write;
 use anyhow::{bail, Context, Result};
 use candle::quantized::GgmlDType;
 use clap::{Parser, ValueEnum};
+use gem::models::gemma4::Config;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Writes the weights, the configuration and the tokenizer of a Gemma 4 text decoder into one GGUF file, with the names and
 /// metadata of llama.cpp.
@@ -25,11 +29,12 @@ use std::path::PathBuf;
 /// Matrices become the type that is asked for, norms and scalars f32. Where rows are no multiple of the 256 elements that a
 /// K-quant takes (or the 32 of q8_0 and q4_0), a matrix becomes q8_0 (or bf16), which is said on stderr.
 #[derive(Debug, Parser)]
-#[command(name = "quantize", version)]
+#[command(name = "quantize", version, allow_missing_positional = true)]
 struct Args {
     /// Folder with config.json, the safetensors files, and tokenizer.json, generation_config.json and chat_template.jinja (or
-    /// tokenizer_config.json) if they are to go along.
-    model: PathBuf,
+    /// tokenizer_config.json) if they are to go along; or --model-id.
+    #[arg(required_unless_present = "model_id", conflicts_with = "model_id")]
+    model: Option<PathBuf>,
 
     /// The file to write.
     out: PathBuf,
@@ -41,6 +46,24 @@ struct Args {
     /// Replace the file if it is there.
     #[arg(long)]
     force: bool,
+
+    #[command(flatten)]
+    hub: hub::HubArgs,
+}
+
+impl Args {
+    /// The folder of the checkpoint, fetched if need be.
+    fn folder(&self) -> Result<PathBuf> {
+        match (&self.model, &self.hub.model_id) {
+            (Some(folder), _) => Ok(folder.clone()),
+            (None, Some(id)) => {
+                // What is not implemented is refused before gigabytes are fetched for nothing.
+                Config::from_file(hub::fetch_config(&self.hub, id)?)?;
+                Ok(hub::fetch(&self.hub, id, None)?.folder)
+            }
+            (None, None) => bail!("want a folder with a model, or --model-id"),
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -84,17 +107,15 @@ fn main() -> Result<()> {
         );
     }
     let out = bounded_file::target(&args.out)?;
+    let model = args.folder()?;
     // A file beside the weights may be one of them, or what a link among them leads to.
     let of_model = |file: std::fs::DirEntry| file.path().canonicalize().is_ok_and(|p| p == out);
-    let mut beside = std::fs::read_dir(&args.model)
-        .into_iter()
-        .flatten()
-        .flatten();
+    let mut beside = std::fs::read_dir(&model).into_iter().flatten().flatten();
     if out.extension().is_none_or(|e| e != "gguf") && beside.any(of_model) {
         bail!("{} is part of the model", args.out.display());
     }
-    let plan = convert::Plan::new(&args.model, args.kind.into())
-        .with_context(|| args.model.display().to_string())?;
+    let plan = convert::Plan::new(&model, args.kind.into())
+        .with_context(|| model.display().to_string())?;
     for note in &plan.notes {
         eprintln!("note: {note}");
     }
@@ -104,6 +125,13 @@ fn main() -> Result<()> {
         (*count, *bytes) = (*count + 1, *bytes + tensor.bytes() as u64);
     }
     let total = types.values().map(|(_, bytes)| bytes).sum();
+    let disk = out.parent().filter(|folder| *folder != Path::new(""));
+    hub::disk::check_room(
+        &args.out.display().to_string(),
+        total,
+        disk.unwrap_or(Path::new(".")),
+        "make room, or write to another disk",
+    )?;
     let bar = ProgressBar::new(total);
     bar.set_style(ProgressStyle::with_template(
         "writing {bar:40} {bytes}/{total_bytes}, {eta} left",

@@ -111,7 +111,7 @@ fn measure(args: &Args, table: &mut Table) -> Result<()> {
         tokenizer,
         weights,
         ..
-    } = Checkpoint::open(&args.model)?;
+    } = Checkpoint::open(&args.model, |_| Ok(()))?;
     model::check(&config, args.quick)?;
     let folder = match &args.receipts {
         Some(folder) => folder.clone(),

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-/// A run that knows of no other hub, cache, token or proxy, and begins a story.
-pub fn story(home: &Path, endpoint: &str) -> Command {
-    let mut command = Command::new(example("gemma4"));
+/// An example that knows of no other hub, cache, token or proxy.
+fn program(name: &str, home: &Path, endpoint: &str) -> Command {
+    let mut command = Command::new(example(name));
     for name in [
         "HF_TOKEN",
         "HF_TOKEN_PATH",
@@ -25,7 +25,15 @@ pub fn story(home: &Path, endpoint: &str) -> Command {
         .env("HF_HOME", home)
         .env("HF_ENDPOINT", endpoint)
         .env("RUST_BACKTRACE", "0")
-        .args(["--cpu", "--model-id", MODEL, "-n", "4"])
+        .args(["--model-id", MODEL]);
+    command
+}
+
+/// Begins a story.
+pub fn story(home: &Path, endpoint: &str) -> Command {
+    let mut command = program("gemma4", home, endpoint);
+    command
+        .args(["--cpu", "-n", "4"])
         .args(["--prompt", "Once upon a time there was"]);
     command
 }
@@ -437,7 +445,7 @@ fn a_full_disk_is_found_before_a_large_file_is_fetched() {
         MockHub::serve(
             tiny(),
             Faults {
-                claim: Some(1 << 60),
+                claim: Some(("model.safetensors", Some(1 << 60))),
                 ..Faults::default()
             },
         ),
@@ -449,7 +457,69 @@ fn a_full_disk_is_found_before_a_large_file_is_fetched() {
         "{stderr}"
     );
     assert!(stderr.contains("set HF_HOME"), "{stderr}");
+    assert_eq!(
+        hub.fetched(),
+        ["config.json", "tokenizer.json", "generation_config.json"]
+    );
+}
+
+#[test]
+fn a_file_without_a_size_or_with_an_absurd_one_is_not_fetched() {
+    let huge = Some((512 << 20) + 1);
+    let unsaid = "the answer has no usable Content-Length or X-Linked-Size";
+    for (file, size, wanted, fetched) in [
+        (
+            "tokenizer.json",
+            huge,
+            "tokenizer.json of tests/tiny has 536870913 bytes, want at most 536870912",
+            &["config.json"][..],
+        ),
+        ("tokenizer.json", None, unsaid, &["config.json"]),
+        (
+            "model.safetensors",
+            None,
+            unsaid,
+            &["config.json", "tokenizer.json", "generation_config.json"],
+        ),
+    ] {
+        let faults = Faults {
+            claim: Some((file, size)),
+            ..Faults::default()
+        };
+        let (home, hub) = (home(), MockHub::serve(tiny(), faults));
+        let (success, stdout, stderr) = gemma4(home.path(), &hub.address, &[], &[]);
+        assert!(!success && stdout.is_empty());
+        assert!(stderr.contains(wanted), "{file} {size:?}: {stderr}");
+        assert_eq!(hub.fetched(), fetched, "{file} {size:?}");
+    }
+}
+
+#[test]
+fn a_model_that_no_memory_holds_is_refused_before_its_weights_are_fetched() {
+    let (home, hub) = (home(), MockHub::serve(tiny(), Faults::default()));
+    let limit = ["--memory-limit", "0.01"];
+    let (success, stdout, stderr) = gemma4(home.path(), &hub.address, &limit, &[]);
+    assert!(!success && stdout.is_empty());
+    assert!(
+        stderr.contains("no context fits: the weights are "),
+        "{stderr}"
+    );
     assert_eq!(hub.fetched(), ["config.json"]);
+}
+
+#[test]
+fn a_model_of_the_hub_is_quantized_without_room_to_run_it() {
+    let (home, hub) = (home(), MockHub::serve(tiny(), Faults::default()));
+    let out = home.path().join("tiny.gguf");
+    let mut command = program("quantize", home.path(), &hub.address);
+    let output = command.arg(&out).args(["--type", "q8_0"]).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let names: Vec<_> = tiny().into_iter().map(|(name, _)| name).collect();
+    let mut fetched = hub.fetched();
+    fetched.sort_by_key(|file| names.iter().position(|name| name == file));
+    assert_eq!(fetched, names);
+    let gguf = gem::models::gemma4::Gguf::open(&out).unwrap();
+    gguf.check().unwrap();
 }
 
 /// The trained model in two shards, and a third that holds nothing but vision.

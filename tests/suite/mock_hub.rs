@@ -33,8 +33,8 @@ pub struct Faults {
     pub cdn: Option<String>,
     /// The first large body stops in the middle for so long.
     pub stall_once: Option<Duration>,
-    /// What the hub says that the size of large files is.
-    pub claim: Option<u64>,
+    /// What the hub says that the size of this large file is, if it says anything.
+    pub claim: Option<(&'static str, Option<u64>)>,
 }
 
 #[derive(Default)]
@@ -163,14 +163,15 @@ fn answer(mut stream: TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
         );
     };
     let large = file.len() > 65_536;
+    let size = match faults.claim {
+        Some((of, size)) if of == name => size,
+        _ => Some(file.len() as u64),
+    };
     let mut lines = vec![format!("X-Repo-Commit: {COMMIT}\r\n")];
     match large {
         true => {
-            let size = faults.claim.unwrap_or(file.len() as u64);
-            lines.push(format!(
-                "X-Linked-Etag: \"{}\"\r\nX-Linked-Size: {size}\r\n",
-                sha256(&file)
-            ));
+            lines.push(format!("X-Linked-Etag: \"{}\"\r\n", sha256(&file)));
+            lines.extend(size.map(|size| format!("X-Linked-Size: {size}\r\n")));
         }
         false => lines.push(format!("ETag: \"{}\"\r\n", git_blob(&file))),
     }
@@ -197,7 +198,9 @@ fn answer(mut stream: TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
         }
         _ => 200,
     };
-    lines.push(format!("Content-Length: {}\r\n", body.len()));
+    if size.is_some() {
+        lines.push(format!("Content-Length: {}\r\n", body.len()));
+    }
     head(status, &lines)?;
     if method == "HEAD" {
         return Ok(());

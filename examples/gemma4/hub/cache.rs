@@ -1,6 +1,6 @@
 //! The folder that every Hugging Face library shares: `blobs/` by digest, `refs/` from revision to commit, `snapshots/` of links.
 
-use crate::memory::human;
+use super::disk;
 use anyhow::{bail, Context, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -113,16 +113,9 @@ impl Cache {
     pub fn check_room(&self, bytes: u64) -> Result<()> {
         let blobs = self.folder.join("blobs");
         fs::create_dir_all(&blobs).with_context(|| blobs.display().to_string())?;
-        match free(&blobs) {
-            Some(free) if free < bytes => bail!(
-                "hub: {} needs {} more, {} has {} free: make room, or set HF_HOME to a folder on another disk",
-                self.model_id,
-                human(bytes),
-                blobs.display(),
-                human(free)
-            ),
-            _ => Ok(()),
-        }
+        let what = format!("hub: {}", self.model_id);
+        let mend = "make room, or set HF_HOME to a folder on another disk";
+        disk::check_room(&what, bytes, &blobs, mend)
     }
 }
 
@@ -164,15 +157,4 @@ fn place(target: &str, _: &Path, link: &Path) -> std::io::Result<()> {
 #[cfg(not(unix))]
 fn place(_: &str, blob: &Path, link: &Path) -> std::io::Result<()> {
     fs::copy(blob, link).map(drop)
-}
-
-#[cfg(unix)]
-fn free(folder: &Path) -> Option<u64> {
-    let stat = rustix::fs::statvfs(folder).ok()?;
-    Some(stat.f_bavail.saturating_mul(stat.f_frsize))
-}
-
-#[cfg(not(unix))]
-fn free(_: &Path) -> Option<u64> {
-    None
 }

@@ -13,7 +13,7 @@ pub struct Meta {
     pub commit: String,
     /// Name of the blob; of a large file its SHA-256.
     pub etag: String,
-    pub size: Option<u64>,
+    pub size: u64,
 }
 
 /// The repository has no file of this name.
@@ -111,10 +111,10 @@ impl Client {
         Ok(Meta {
             commit: commit.to_string(),
             etag: etag.to_string(),
+            // Without it nothing would end a download but a full disk.
             size: size
-                .map(str::parse)
-                .transpose()
-                .map_err(|_| missing("usable size"))?,
+                .and_then(|size| size.parse().ok())
+                .ok_or_else(|| missing("usable Content-Length or X-Linked-Size"))?,
         })
     }
 

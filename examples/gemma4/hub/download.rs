@@ -74,15 +74,11 @@ fn attempt(
     have: u64,
     progress: &Progress,
 ) -> Result<Option<String>> {
-    if have > 0 && meta.size == Some(have) {
+    if have > 0 && have == meta.size {
         return Ok(None);
     }
     // More than all of it can't be the beginning of it.
-    let start = if meta.size.is_some_and(|size| have > size) {
-        0
-    } else {
-        have
-    };
+    let start = if have > meta.size { 0 } else { have };
     let mut response = match client.get(commit, file, start) {
         Ok(response) => response,
         Err(error) => return Ok(Some(format!("{error:#}"))),
@@ -130,15 +126,12 @@ fn attempt(
             }
             Err(error) => return Ok(Some(format!("cut at {at} bytes: {error}"))),
         }
-        if meta.size.is_some_and(|size| at > size) {
+        if at > meta.size {
             break;
         }
     }
     out.sync_all().with_context(place)?;
-    Ok(match meta.size {
-        Some(size) if at < size => Some(format!("cut at {at} of {size} bytes")),
-        _ => None,
-    })
+    Ok((at < meta.size).then(|| format!("cut at {at} of {} bytes", meta.size)))
 }
 
 /// `5` of `bytes 5-9/10`.
@@ -159,8 +152,8 @@ fn check(partial: &Path, file: &str, meta: &Meta) -> Result<()> {
         bail!("hub: {file}: {what}; what came was removed, run again")
     };
     let len = std::fs::metadata(partial).with_context(place)?.len();
-    if let Some(size) = meta.size.filter(|&size| size != len) {
-        return refuse(format!("got {len} bytes, want {size}"));
+    if len != meta.size {
+        return refuse(format!("got {len} bytes, want {}", meta.size));
     }
     let (name, got) = match meta.etag.len() {
         64 => ("SHA-256", digest(partial, Sha256::new())),

@@ -4,9 +4,11 @@
 
 mod cache;
 mod client;
+pub mod disk;
 mod download;
 mod progress;
 
+use crate::bounded_file::{self, LARGEST};
 use anyhow::{bail, Context, Result};
 use cache::Cache;
 use client::{Client, Meta};
@@ -193,6 +195,11 @@ impl Repo {
             }
         };
         match client.look_up(commit, file) {
+            Ok(meta) if is_text(file) && meta.size > LARGEST => bail!(
+                "hub: {file} of {} has {} bytes, want at most {LARGEST}",
+                self.cache.model_id(),
+                meta.size
+            ),
             Ok(meta) => Ok(Some(meta)),
             Err(error) if !required && error.is::<client::NoSuchFile>() => {
                 self.cache.set_none(commit, file)?;
@@ -212,13 +219,11 @@ impl Repo {
         let sizes: BTreeMap<&str, u64> = missing
             .map(|(_, meta)| {
                 let there = download::partial_len(&self.cache, meta);
-                (
-                    meta.etag.as_str(),
-                    meta.size.unwrap_or(0).saturating_sub(there),
-                )
+                (meta.etag.as_str(), meta.size.saturating_sub(there))
             })
             .collect();
-        self.cache.check_room(sizes.values().sum())?;
+        let room = sizes.values().fold(0, |sum, size| size.saturating_add(sum));
+        self.cache.check_room(room)?;
         for (file, meta) in &files {
             download::fetch(client, &self.cache, commit, file, meta)?;
             self.cache.link(commit, file, &meta.etag)?;
@@ -247,8 +252,8 @@ fn text_shards(index: &Path) -> Result<Vec<String>> {
         weight_map: BTreeMap<String, String>,
     }
     let place = || index.display().to_string();
-    let text = std::fs::read(index).with_context(place)?;
-    let map = serde_json::from_slice::<Index>(&text)
+    let text = bounded_file::read(index, LARGEST)?.unwrap_or_default();
+    let map = serde_json::from_str::<Index>(&text)
         .with_context(place)?
         .weight_map;
     let mut shards = BTreeSet::new();
@@ -264,6 +269,11 @@ fn text_shards(index: &Path) -> Result<Vec<String>> {
         bail!("{}: no tensor is of a text decoder", place());
     }
     Ok(shards.into_iter().collect())
+}
+
+/// What is read whole, unlike weights.
+fn is_text(file: &str) -> bool {
+    [".json", ".jinja"].iter().any(|end| file.ends_with(end))
 }
 
 /// A path that leads nowhere but into the repository, with `/` between its parts.

@@ -12,9 +12,9 @@ pub struct Progress {
 }
 
 impl Progress {
-    pub fn new(file: &str, size: Option<u64>) -> Self {
+    pub fn new(file: &str, size: u64) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
-            let bar = size.map_or_else(ProgressBar::no_length, ProgressBar::new);
+            let bar = ProgressBar::new(size);
             let template = "{msg} {wide_bar} {bytes} of {total_bytes}, {bytes_per_sec}, {eta}";
             if let Ok(style) = ProgressStyle::with_template(template) {
                 bar.set_style(style);
