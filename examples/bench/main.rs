@@ -1,9 +1,12 @@
 //! How fast attention paths are against each other, on this machine; `--help` tells the rest.
 
+#[macro_use]
+#[path = "../gemma4/say.rs"]
+mod say;
+
 mod admit;
 mod args;
 #[path = "../gemma4/bounded_file.rs"]
-#[allow(dead_code, reason = "this example replaces no file")]
 mod bounded_file;
 #[path = "../gemma4/checkpoint.rs"]
 mod checkpoint;
@@ -18,6 +21,8 @@ mod peak;
 mod plot;
 #[path = "../../benches/ab/quantiles.rs"]
 mod quantiles;
+#[path = "../gemma4/replace.rs"]
+mod replace;
 mod report;
 mod synthetic;
 

@@ -1,12 +1,13 @@
 //! Medians over context, a line an arm, one chart for each kind of test.
 
+use crate::bounded_file;
 use crate::measure::Row;
+use crate::replace::Replacement;
 use anyhow::{Context, Result};
 use plotters::coord::ranged1d::{Ranged, ValueFormatter};
 use plotters::prelude::*;
-use std::fs::File;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const COLOURS: [RGBColor; 9] = [
     RGBColor(120, 120, 120),
@@ -20,6 +21,8 @@ const COLOURS: [RGBColor; 9] = [
     RGBColor(220, 90, 160),
 ];
 
+/// Bytes of an earlier chart that is looked at.
+const LARGEST: u64 = 64 << 20;
 const WIDTH: u32 = 720;
 const HEIGHT: u32 = 440;
 
@@ -34,29 +37,22 @@ fn distinct<T: PartialEq + Clone>(values: impl Iterator<Item = T>) -> Vec<T> {
 }
 
 /// A file that can be written, so that no measurement is lost to one that can't.
-pub struct Destination {
-    path: PathBuf,
-    file: File,
-}
+pub struct Destination(Replacement);
 
 impl Destination {
     pub fn open(path: &Path) -> Result<Self> {
-        let mut options = File::options();
-        // What is there stays until there is something to put in its place.
-        let file = options.create(true).write(true).truncate(false).open(path);
-        Ok(Self {
-            path: path.to_path_buf(),
-            file: file.with_context(|| format!("--plot {}", path.display()))?,
-        })
+        let is_chart = |file: &Path| {
+            let chart = bounded_file::read(file, LARGEST).ok().flatten();
+            chart.is_some_and(|chart| chart.starts_with("<svg"))
+        };
+        let file = Replacement::of(path, "chart", is_chart).context("--plot")?;
+        Ok(Self(file))
     }
 
     pub fn draw(mut self, title: &str, rows: &[Row]) -> Result<()> {
         let drawn = drawn(title, rows)?;
-        let mut write = || {
-            self.file.set_len(0)?;
-            self.file.write_all(drawn.as_bytes())
-        };
-        write().with_context(|| self.path.display().to_string())
+        self.0.write_all(drawn.as_bytes()).context("--plot")?;
+        self.0.put()
     }
 }
 

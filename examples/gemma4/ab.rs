@@ -62,7 +62,7 @@ fn feed_all(
 pub fn say_what_is_left_out(config: &Config, dtype: DType, device: &Device) {
     for path in AttentionPath::ALL {
         if let Err(reason) = path.check(config, dtype, device) {
-            eprintln!("not compared: {reason}");
+            say!("not compared: {reason}");
         }
     }
 }

@@ -3,8 +3,9 @@
 use crate::chat::Conversation;
 use crate::interrupt;
 use crate::session::Session;
+use crate::source::LARGEST;
 use anyhow::{bail, Context, Result};
-use std::io::{BufRead, IsTerminal, StdinLock};
+use std::io::{BufRead, IsTerminal, Read, StdinLock};
 use std::path::Path;
 
 const HELP: &str = "\
@@ -41,7 +42,7 @@ pub fn converse(session: &mut Session) -> Result<()> {
             Ok(false) => break,
             Err(e) => {
                 failed += 1;
-                eprintln!("{e:#}");
+                say!("{e:#}");
             }
         }
     }
@@ -61,8 +62,14 @@ fn read_turn(input: &mut StdinLock, person: bool) -> Result<Option<Vec<u8>>> {
             interrupt::ask(prompt);
         }
         let begin = turn.len();
-        if input.read_until(b'\n', &mut turn).context("stdin")? == 0 {
+        let left = (LARGEST + 1).saturating_sub(begin as u64);
+        let line = input.by_ref().take(left).read_until(b'\n', &mut turn);
+        if line.context("stdin")? == 0 {
             return Ok(Some(turn).filter(|turn| !turn.is_empty()));
+        }
+        if turn.len() as u64 > LARGEST {
+            // What is left of the line would be taken for another.
+            bail!("stdin: a turn does not end, want at most {LARGEST} bytes");
         }
         while turn.len() > begin && turn.ends_with(b"\n") | turn.ends_with(b"\r") {
             turn.pop();
@@ -94,7 +101,7 @@ fn obey(session: &mut Session, line: &str) -> Result<bool> {
     let conversation = &mut session.conversation;
     match (name, rest) {
         ("quit", "") => return Ok(false),
-        ("help", "") => eprintln!("{HELP}"),
+        ("help", "") => say!("{HELP}"),
         ("reset", "") => conversation.turns.clear(),
         ("system", text) => conversation.system = Some(text.to_string()).filter(|t| !t.is_empty()),
         ("think", "on") => conversation.think = true,

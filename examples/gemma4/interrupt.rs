@@ -1,6 +1,7 @@
 //! Ctrl-C: stops an answer; where there is none to stop, the second one ends the program.
 
 use anyhow::{Context, Result};
+use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Mutex;
 
@@ -20,7 +21,7 @@ pub fn handle() -> Result<()> {
         }
         if !ANSWERING.load(Ordering::SeqCst) {
             let prompt = PROMPT.lock().map_or("", |prompt| *prompt);
-            eprint!("\nCtrl-C again or /quit ends the chat\n{prompt}");
+            show(&format!("\nCtrl-C again or /quit ends the chat\n{prompt}"));
         }
     })
     .context("Ctrl-C")
@@ -40,8 +41,13 @@ pub fn answering(now: bool) {
 /// Shows `prompt`, now and again after Ctrl-C; a line after that makes the next one the first again.
 pub fn ask(prompt: &'static str) {
     WANTED.store(false, Ordering::SeqCst);
-    eprint!("{prompt}");
+    show(prompt);
     if let Ok(mut shown) = PROMPT.lock() {
         *shown = prompt;
     }
+}
+
+/// A stderr that is closed does not end the conversation.
+fn show(text: &str) {
+    std::io::stderr().write_all(text.as_bytes()).ok();
 }

@@ -1,5 +1,8 @@
 //! Gemma 4 on candle's plain ops or on the fused ops of this crate; `--help` tells the rest.
 
+#[macro_use]
+mod say;
+
 mod ab;
 mod args;
 mod bounded_file;
@@ -10,6 +13,7 @@ mod guard;
 mod interrupt;
 mod memory;
 mod plan;
+mod replace;
 mod report;
 mod run;
 mod session;
@@ -122,13 +126,13 @@ fn run(args: &Args, device: &Device) -> Result<()> {
         .transpose()?;
     let shapes = config.tensor_shapes();
     if !args.quiet {
-        eprintln!("{}", plan::line(&config, &demand, &paths));
+        say!("{}", plan::line(&config, &demand, &paths));
     }
     plan::check(args, &config, &demand, &paths, device)?;
     let start = Instant::now();
     let model = weights.load(&config, dtype, device)?;
     if !args.quiet {
-        eprintln!(
+        say!(
             "loaded {} tensors in {:.2} s",
             shapes.len(),
             start.elapsed().as_secs_f64()
@@ -179,7 +183,7 @@ fn form(args: &Args, weights: &Stored, folder: &Path, bos: u32) -> Result<Form> 
     };
     let template = found.unwrap_or_else(|| {
         if !args.quiet {
-            eprintln!("no chat template beside the weights: the built-in form of Gemma 4 is used");
+            say!("no chat template beside the weights: the built-in form of Gemma 4 is used");
         }
         Template::built_in()
     });
@@ -202,8 +206,8 @@ fn list_devices() -> Result<()> {
 fn start_trace() -> Result<tracing_chrome::FlushGuard> {
     use tracing_subscriber::prelude::*;
     let name = format!("trace-gemma4-{}.json", std::process::id());
-    let file = std::fs::File::create(&name).with_context(|| name.clone())?;
-    eprintln!("tracing to {name}");
+    let file = std::fs::File::create_new(&name).with_context(|| name.clone())?;
+    say!("tracing to {name}");
     let (layer, guard) = tracing_chrome::ChromeLayerBuilder::new()
         .writer(file)
         .build();

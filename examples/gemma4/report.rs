@@ -1,13 +1,18 @@
 //! What a run says about itself: two rates and the path on stderr, the same as JSON on request.
 
 use crate::ab::Comparison;
+use crate::bounded_file;
 use crate::memory::{human, peak};
+use crate::replace::Replacement;
 use crate::run::Run;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use gem::models::gemma4::{AttentionPath, Model};
 use serde_json::{json, Value};
 use std::io::Write;
 use std::path::Path;
+
+/// Bytes of an earlier report that is looked at.
+const LARGEST: u64 = 64 << 20;
 
 pub fn rate(tokens: usize, seconds: f64) -> f64 {
     tokens as f64 / seconds.max(f64::MIN_POSITIVE)
@@ -30,30 +35,30 @@ pub fn described(path: AttentionPath) -> &'static str {
 }
 
 pub fn print(run: &Run) {
-    eprintln!(
+    say!(
         "{} prompt tokens processed: {:.2} token/s",
         run.prompt_tokens,
         rate(run.prompt_tokens, run.prompt_seconds)
     );
-    eprintln!(
+    say!(
         "{} tokens generated: {:.2} token/s, finish: {}",
         run.generated.len(),
         rate(run.generated.len(), run.generated_seconds),
         run.finish
     );
-    eprintln!("attention {}", described(run.path));
+    say!("attention {}", described(run.path));
     let (sliding, full) = run.cache_bytes;
     let tables = match run.table_bytes {
         0 => String::new(),
         bytes => format!(", {} of rotary tables", human(bytes as u64)),
     };
-    eprintln!(
+    say!(
         "caches: {} in sliding layers, {} in full layers{tables}",
         human(sliding as u64),
         human(full as u64)
     );
     if let Some(bytes) = peak() {
-        eprintln!("peak memory: {}", human(bytes));
+        say!("peak memory: {}", human(bytes));
     }
 }
 
@@ -93,7 +98,7 @@ pub fn comparison_json(model: &Model, comparison: &Comparison) -> Value {
 /// Where a report goes: opened before the work, so that a path that can't be written costs no run.
 pub enum Destination {
     Stdout,
-    File(std::fs::File),
+    File(Replacement),
 }
 
 impl Destination {
@@ -101,17 +106,25 @@ impl Destination {
     pub fn open(path: &Path) -> Result<Self> {
         match path == Path::new("-") {
             true => Ok(Self::Stdout),
-            false => Ok(Self::File(
-                std::fs::File::create(path).with_context(|| path.display().to_string())?,
-            )),
+            false => Ok(Self::File(Replacement::of(path, "report", is_report)?)),
         }
     }
 
     pub fn write(self, report: &Value) -> Result<()> {
         match self {
             Self::Stdout => writeln!(std::io::stdout(), "{report:#}")?,
-            Self::File(mut file) => writeln!(file, "{report:#}")?,
+            Self::File(mut file) => {
+                writeln!(file, "{report:#}")?;
+                file.put()?;
+            }
         }
         Ok(())
     }
+}
+
+/// Whether a file is a report of an earlier run.
+fn is_report(file: &Path) -> bool {
+    let text = bounded_file::read(file, LARGEST).ok().flatten();
+    let report = text.and_then(|text| serde_json::from_str::<Value>(&text).ok());
+    report.is_some_and(|report| report["gem"].is_string())
 }

@@ -84,7 +84,7 @@ impl<'a> Session<'a> {
         self.keep_prefix(&prompt)?;
         let kept = self.held.len();
         if kept > 0 && !self.args.quiet {
-            eprintln!("reused {kept} of {} tokens", prompt.len());
+            say!("reused {kept} of {} tokens", prompt.len());
         }
         let lasting = self
             .form
@@ -102,7 +102,7 @@ impl<'a> Session<'a> {
             logits = self.read(&prompt[kept..])?;
         }
         let Some(logits) = logits else {
-            eprintln!("interrupted while reading: the turn is dropped");
+            say!("interrupted while reading: the turn is dropped");
             return Ok(None);
         };
         let mut stream = AnswerStream::new(
@@ -136,13 +136,13 @@ impl<'a> Session<'a> {
         match finish {
             Ok(Finish::Stop(_)) => {}
             Ok(Finish::Length) if !self.args.quiet => {
-                eprintln!("the answer ends after {} tokens (-n)", self.args.sample_len)
+                say!("the answer ends after {} tokens (-n)", self.args.sample_len)
             }
             Ok(Finish::Length) => {}
-            Ok(Finish::ContextFull) => eprintln!(
+            Ok(Finish::ContextFull) => say!(
                 "context full: the answer ends at {limit} tokens; /save FILE keeps the conversation, /reset begins anew, a larger --max-context holds more"
             ),
-            Err(_) if stopped.get() => eprintln!("interrupted: the answer ends here"),
+            Err(_) if stopped.get() => say!("interrupted: the answer ends here"),
             Err(e) => return Err(e.into()),
         }
         Ok(Some(text))

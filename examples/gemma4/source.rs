@@ -2,12 +2,16 @@
 
 use crate::args::Args;
 use anyhow::{bail, Context, Result};
+use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
 /// A text that hides three secret words, for the model of this repository.
 const DEMO: &str = include_str!("../../assets/tiny-gemma4/demo.txt");
 const DEMO_QUESTION: &str = "What are the secret words?";
+
+/// Bytes of a prompt or of a line of a conversation, more than any context holds.
+pub const LARGEST: u64 = 64 << 20;
 
 pub enum Prompt {
     /// Text to continue; control tokens in it count.
@@ -20,15 +24,9 @@ pub fn read(args: &Args) -> Result<Prompt> {
     let text = match (&args.prompt, &args.prompt_file) {
         (Some(text), _) => text.clone(),
         (None, Some(path)) if path == Path::new("-") => {
-            let mut text = String::new();
-            std::io::stdin()
-                .read_to_string(&mut text)
-                .context("the prompt on stdin")?;
-            text
+            read_stream(std::io::stdin(), "the prompt on stdin")?
         }
-        (None, Some(path)) => {
-            std::fs::read_to_string(path).with_context(|| path.display().to_string())?
-        }
+        (None, Some(path)) => read_file(path)?,
         (None, None) if !args.model.built_in() => {
             let flag = match args.model.hub.model_id {
                 Some(_) => "--model-id",
@@ -48,7 +46,23 @@ pub fn read(args: &Args) -> Result<Prompt> {
 /// `--system`: the text itself, or after an @ the file that holds it.
 pub fn system(given: &str) -> Result<String> {
     match given.strip_prefix('@') {
-        Some(path) => std::fs::read_to_string(path).with_context(|| path.to_string()),
+        Some(path) => read_file(Path::new(path)),
         None => Ok(given.to_string()),
     }
+}
+
+fn read_file(path: &Path) -> Result<String> {
+    let name = path.display().to_string();
+    let file = File::open(path).with_context(|| name.clone())?;
+    read_stream(file, &name)
+}
+
+/// Also of what is no file.
+fn read_stream(stream: impl Read, name: &str) -> Result<String> {
+    let mut bytes = Vec::new();
+    let more = stream.take(LARGEST + 1).read_to_end(&mut bytes);
+    if more.with_context(|| name.to_string())? as u64 > LARGEST {
+        bail!("{name}: does not end, want at most {LARGEST} bytes");
+    }
+    String::from_utf8(bytes).with_context(|| name.to_string())
 }

@@ -1,5 +1,6 @@
 //! A checkpoint to a GGUF file, tensor by tensor.
 
+use super::replace::Replacement;
 use super::write::{self, Meta};
 use super::{bounded_file, metadata, template_file, vocabulary};
 use anyhow::{bail, Context, Result};
@@ -7,9 +8,8 @@ use candle::quantized::{GgmlDType, QTensor};
 use candle::{DType, Device};
 use gem::models::gemma4::{Config, Gguf, StopTokens, Weights};
 use rayon::prelude::*;
-use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Elements that one thread quantizes at a time.
 const CHUNK: usize = 1 << 20;
@@ -93,23 +93,10 @@ impl Plan {
         })
     }
 
-    /// Writes the file beside `out` and renames it when it is whole; `done` is told the bytes of each tensor.
-    pub fn write(self, out: &Path, mut done: impl FnMut(usize)) -> Result<()> {
-        let part = partial(out);
-        let result = self.write_part(&part, &mut done);
-        let result = result
-            .and_then(|()| std::fs::rename(&part, out).with_context(|| out.display().to_string()));
-        if result.is_err() {
-            // What is there is of no use to anyone; the error that is reported is the first one.
-            let _ = std::fs::remove_file(&part);
-        }
-        result
-    }
-
-    fn write_part(self, part: &Path, done: &mut impl FnMut(usize)) -> Result<()> {
-        let file = File::create(part).with_context(|| part.display().to_string())?;
-        let mut file = BufWriter::new(file);
-        let place = || part.display().to_string();
+    /// Writes the file; `done` is told the bytes of each tensor.
+    pub fn write(self, out: Replacement, mut done: impl FnMut(usize)) -> Result<()> {
+        let place = || "the file to write";
+        let mut file = BufWriter::new(out);
         file.write_all(&write::header(&self.metadata, &self.tensors))
             .with_context(place)?;
         let weights = self.weights.var_builder(DType::F32, &Device::Cpu);
@@ -136,11 +123,10 @@ impl Plan {
             write::data(&mut file, &bytes).with_context(place)?;
             done(bytes.len());
         }
-        file.into_inner()
-            .map_err(std::io::IntoInnerError::into_error)
-            .and_then(|file| file.sync_all())
-            .with_context(place)?;
-        Ok(())
+        let file = file
+            .into_inner()
+            .map_err(std::io::IntoInnerError::into_error);
+        file.with_context(place)?.put()
     }
 }
 
@@ -194,10 +180,4 @@ fn file_type(dtype: GgmlDType) -> u32 {
         // Q8_0, the last that can be asked for.
         _ => 7,
     }
-}
-
-fn partial(out: &Path) -> PathBuf {
-    let mut name = out.file_name().unwrap_or_default().to_os_string();
-    name.push(format!(".{}.part", std::process::id()));
-    out.with_file_name(name)
 }

@@ -1,5 +1,9 @@
 //! Makes a GGUF file of a Gemma 4 checkpoint; `--help` tells the rest.
 
+#[macro_use]
+#[path = "../gemma4/say.rs"]
+mod say;
+
 #[path = "../gemma4/bounded_file.rs"]
 mod bounded_file;
 mod convert;
@@ -10,6 +14,8 @@ mod hub;
 #[allow(dead_code, reason = "this example does not report its peak")]
 mod memory;
 mod metadata;
+#[path = "../gemma4/replace.rs"]
+mod replace;
 #[path = "../gemma4/chat/template_file.rs"]
 mod template_file;
 mod vocabulary;
@@ -18,10 +24,11 @@ mod write;
 use anyhow::{bail, Context, Result};
 use candle::quantized::GgmlDType;
 use clap::{Parser, ValueEnum};
-use gem::models::gemma4::Config;
+use gem::models::gemma4::{Config, Gguf};
 use indicatif::{ProgressBar, ProgressStyle};
+use replace::Replacement;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Writes the weights, the configuration and the tokenizer of a Gemma 4 text decoder into one GGUF file, with the names and
 /// metadata of llama.cpp.
@@ -106,18 +113,12 @@ fn main() -> Result<()> {
             args.out.display()
         );
     }
-    let out = bounded_file::target(&args.out)?;
+    let out = Replacement::of(&args.out, "GGUF file", |file| Gguf::is_gguf(file))?;
     let model = args.folder()?;
-    // A file beside the weights may be one of them, or what a link among them leads to.
-    let of_model = |file: std::fs::DirEntry| file.path().canonicalize().is_ok_and(|p| p == out);
-    let mut beside = std::fs::read_dir(&model).into_iter().flatten().flatten();
-    if out.extension().is_none_or(|e| e != "gguf") && beside.any(of_model) {
-        bail!("{} is part of the model", args.out.display());
-    }
     let plan = convert::Plan::new(&model, args.kind.into())
         .with_context(|| model.display().to_string())?;
     for note in &plan.notes {
-        eprintln!("note: {note}");
+        say!("note: {note}");
     }
     let mut types: BTreeMap<&str, (usize, u64)> = BTreeMap::new();
     for tensor in &plan.tensors {
@@ -125,23 +126,22 @@ fn main() -> Result<()> {
         (*count, *bytes) = (*count + 1, *bytes + tensor.bytes() as u64);
     }
     let total = types.values().map(|(_, bytes)| bytes).sum();
-    let disk = out.parent().filter(|folder| *folder != Path::new(""));
     hub::disk::check_room(
         &args.out.display().to_string(),
         total,
-        disk.unwrap_or(Path::new(".")),
+        replace::folder(&args.out),
         "make room, or write to another disk",
     )?;
     let bar = ProgressBar::new(total);
     bar.set_style(ProgressStyle::with_template(
         "writing {bar:40} {bytes}/{total_bytes}, {eta} left",
     )?);
-    plan.write(&out, |bytes| bar.inc(bytes as u64))?;
+    plan.write(out, |bytes| bar.inc(bytes as u64))?;
     bar.finish_and_clear();
     for (kind, (count, bytes)) in types {
-        eprintln!("{kind:5} {count:5} tensors {:>12}", memory::human(bytes));
+        say!("{kind:5} {count:5} tensors {:>12}", memory::human(bytes));
     }
-    eprintln!(
+    say!(
         "wrote {}, {}",
         args.out.display(),
         memory::human(std::fs::metadata(&args.out)?.len())

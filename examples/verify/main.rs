@@ -1,8 +1,11 @@
 //! Whether the ops of candle-gem can be trusted on this device: five gates, in order, each with a receipt; `--help` tells the rest.
 
+#[macro_use]
+#[path = "../gemma4/say.rs"]
+mod say;
+
 mod algebra;
 #[path = "../gemma4/bounded_file.rs"]
-#[allow(dead_code, reason = "this example replaces no file")]
 mod bounded_file;
 mod ceiling;
 #[path = "../gemma4/checkpoint.rs"]
@@ -16,6 +19,8 @@ mod memory;
 mod model;
 mod operators;
 mod receipt;
+#[path = "../gemma4/replace.rs"]
+mod replace;
 mod resources;
 mod routes;
 mod sources;
@@ -231,7 +236,7 @@ impl Table {
             }
         }
         if let Some(folder) = &self.receipts {
-            eprintln!("receipts: {}", folder.display());
+            say!("receipts: {}", folder.display());
         }
         Ok(())
     }

@@ -3,6 +3,8 @@
 //! A digest tells an edited receipt from the one that was written. It is no signature: whoever can run this program can make
 //! receipts, of whatever machine.
 
+use crate::bounded_file;
+use crate::replace::Replacement;
 use crate::sources::CPU;
 use anyhow::{bail, Context, Result};
 use gem::backend::plan::Source;
@@ -10,7 +12,11 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
+
+/// Bytes of a receipt.
+const LARGEST: u64 = 64 << 20;
 
 /// What a gate leaves behind, and what it takes to pass.
 pub trait Report: Serialize + DeserializeOwned {
@@ -159,7 +165,7 @@ impl Receipts {
         }
         let first = format!("1-{}.json", crate::FIRST_GATE);
         let path = folder.join(first);
-        let text = std::fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        let text = text_of(&path)?;
         let receipt: Receipt<serde_json::Value> =
             serde_json::from_str(&text).with_context(|| path.display().to_string())?;
         receipt
@@ -197,7 +203,10 @@ impl Receipts {
         let blank = serde_json::to_string_pretty(&receipt)? + "\n";
         receipt.sha256 = sha256(blank.as_bytes());
         let text = serde_json::to_string_pretty(&receipt)? + "\n";
-        std::fs::write(&path, text).with_context(|| path.display().to_string())?;
+        let mut file = Replacement::of(&path, "file of a gate that comes later", |_| false)?;
+        file.write_all(text.as_bytes())
+            .with_context(|| path.display().to_string())?;
+        file.put()?;
         self.previous = receipt.sha256;
         self.count += 1;
         Ok(verdict)
@@ -215,7 +224,7 @@ impl Receipts {
     }
 
     fn read<R: Report>(&self, path: &Path) -> Result<(R, String)> {
-        let text = std::fs::read_to_string(path)?;
+        let text = text_of(path)?;
         let receipt: Receipt<R> = serde_json::from_str(&text)?;
         let field = |digest: &str| format!("\"sha256\": \"{digest}\"\n}}\n");
         let Some(body) = text.strip_suffix(&field(&receipt.sha256)) else {
@@ -248,4 +257,9 @@ impl Receipts {
 pub fn sha256(bytes: &[u8]) -> String {
     let digest = Sha256::digest(bytes);
     digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn text_of(receipt: &Path) -> Result<String> {
+    let text = bounded_file::read(receipt, LARGEST)?;
+    text.with_context(|| format!("{}: there is no such file", receipt.display()))
 }

@@ -22,12 +22,11 @@ pub(crate) fn no_code_for(op: &str, inputs: &str, device: &str) -> candle::Error
     ))
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(any(feature = "metal", feature = "cuda"))))]
 mod tests {
     use super::no_code_for;
 
     #[test]
-    #[cfg(not(any(feature = "metal", feature = "cuda")))]
     fn a_device_without_code_is_named_together_with_those_that_have_it() {
         insta::assert_snapshot!(
             no_code_for("attention_d512", "q, k and v", "CUDA").to_string(),

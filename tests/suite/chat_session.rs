@@ -208,7 +208,7 @@ fn who_may_read_a_saved_conversation_does_not_change() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("talk.json");
-    std::fs::write(&file, "{}").unwrap();
+    Conversation::default().save(&file).unwrap();
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
     Conversation::default().save(&file).unwrap();
     let mode = std::fs::metadata(&file).unwrap().permissions().mode();

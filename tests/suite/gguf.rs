@@ -7,7 +7,7 @@ use crate::common::{message, trained_model};
 use crate::example_chat::{Encoder, Piece};
 use crate::example_quantize_convert::{encode, Plan};
 use crate::example_quantize_write::Meta;
-use crate::gguf_support::{altered, made, set, trained_model_with, try_altered};
+use crate::gguf_support::{altered, made, set, trained_model_with, try_altered, write};
 use candle::quantized::{GgmlDType, QStorage, QTensor};
 use candle::{DType, Device, Result, Tensor};
 use gem::models::gemma4::{AttentionPath, Config, Gguf, Model, StopTokens, Weights};
@@ -193,7 +193,7 @@ fn the_stop_tokens_of_the_generation_config_are_in_the_file() {
         let plan = Plan::new(dir.path(), GgmlDType::Q8_0).unwrap();
         let notes = plan.notes.clone();
         let path = dir.path().join("model.gguf");
-        plan.write(&path, |_| ()).unwrap();
+        write(plan, &path);
         let gguf = Gguf::open(&path).unwrap();
         let stop = StopTokens::new(gguf.config(), None).unwrap();
         let mut ids = stop.ids().to_vec();

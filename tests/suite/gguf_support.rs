@@ -3,6 +3,7 @@
 use crate::common::trained_model;
 use crate::example_quantize_convert::Plan;
 use crate::example_quantize_write::Meta;
+use crate::example_replace::Replacement;
 use candle::quantized::GgmlDType;
 use gem::models::gemma4::Gguf;
 use std::path::Path;
@@ -30,6 +31,12 @@ pub fn altered(folder: &Path, dtype: GgmlDType, alter: impl FnOnce(&mut Plan)) -
     (dir, gguf.unwrap())
 }
 
+/// To a file that is not there yet.
+pub fn write(plan: Plan, file: &Path) {
+    let file = Replacement::of(file, "file", |_| false).unwrap();
+    plan.write(file, |_| ()).unwrap();
+}
+
 pub fn try_altered(
     folder: &Path,
     dtype: GgmlDType,
@@ -39,7 +46,7 @@ pub fn try_altered(
     let path = dir.path().join("model.gguf");
     let mut plan = Plan::new(folder, dtype).unwrap();
     alter(&mut plan);
-    plan.write(&path, |_| ()).unwrap();
+    write(plan, &path);
     let gguf = Gguf::open(&path);
     (dir, gguf)
 }

@@ -38,6 +38,8 @@ mod example_quantize_metadata;
 mod example_quantize_vocabulary;
 #[path = "../../examples/quantize/write.rs"]
 mod example_quantize_write;
+#[path = "../../examples/gemma4/replace.rs"]
+mod example_replace;
 #[path = "../../examples/gemma4/stream.rs"]
 mod example_stream;
 #[path = "../../examples/gemma4/tokenizer.rs"]
@@ -80,12 +82,13 @@ mod tokenizer;
 mod trained_model;
 mod verify;
 mod weights;
+mod written_files;
 
 // As the program names them to each other.
 use {
     example_bounded_file as bounded_file, example_chat::template_file, example_guard as guard,
     example_quantize_metadata as metadata, example_quantize_vocabulary as vocabulary,
-    example_quantize_write as write,
+    example_quantize_write as write, example_replace as replace,
 };
 
 // The harness that runs kernels from their text is for this one system.

@@ -19,6 +19,10 @@ fn run(name: &str, args: &[&str], stdin: &str) -> (bool, String, String) {
     (out.status.success(), text(out.stdout), text(out.stderr))
 }
 
+fn len(file: &Path) -> u64 {
+    std::fs::metadata(file).map_or(0, |file| file.len())
+}
+
 fn names(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap();
     let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name();
@@ -65,7 +69,7 @@ fn mistakes_are_named_and_leave_no_file() {
 fn a_file_that_is_there_is_replaced_only_when_told() {
     let out = tempfile::tempdir().unwrap();
     let file = out.path().join("model.gguf");
-    std::fs::write(&file, "precious").unwrap();
+    std::fs::write(&file, "GGUF of before").unwrap();
     let model = trained_model();
     let args = [
         model.to_str().unwrap(),
@@ -79,7 +83,7 @@ fn a_file_that_is_there_is_replaced_only_when_told() {
         stderr.contains("model.gguf is there already, --force replaces it"),
         "{stderr}"
     );
-    assert_eq!(std::fs::read(&file).unwrap(), b"precious");
+    assert_eq!(std::fs::read(&file).unwrap(), b"GGUF of before");
     let (success, _, stderr) = run("quantize", &[&args[..], &["--force"]].concat(), "");
     assert!(success, "{stderr}");
     assert!(
@@ -98,11 +102,14 @@ fn a_killed_run_leaves_no_half_file_under_the_name() {
     for pause in [0, 5, 20, 50] {
         let out = tempfile::tempdir().unwrap();
         let file = out.path().join("model.gguf");
-        std::fs::write(&file, "old").unwrap();
+        std::fs::write(&file, "GGUF").unwrap();
         let (from, to) = (model.to_str().unwrap(), file.to_str().unwrap());
         let mut child = common::start("quantize", &[from, to, "--type", "q6_k", "--force"]);
         let start = Instant::now();
-        let parts = || names(out.path()).len() > 1;
+        let parts = || {
+            let mut beside = names(out.path()).into_iter();
+            beside.any(|name| name.ends_with(".part") && len(&out.path().join(name)) > 0)
+        };
         while !parts() && child.try_wait().unwrap().is_none() {
             assert!(start.elapsed() < Duration::from_secs(60));
         }
@@ -110,7 +117,7 @@ fn a_killed_run_leaves_no_half_file_under_the_name() {
         child.kill().unwrap();
         child.wait().unwrap();
         halfway += usize::from(parts());
-        match std::fs::read(&file).unwrap() == b"old" {
+        match std::fs::read(&file).unwrap() == b"GGUF" {
             true => {}
             false => Gguf::open(&file).unwrap().check().unwrap(),
         }
@@ -200,13 +207,21 @@ fn force_replaces_a_file_and_neither_the_model_nor_what_is_no_file() {
     let weights = model.path().join("model.safetensors");
     let before = std::fs::read(&weights).unwrap();
     let out = tempfile::tempdir().unwrap();
-    let [folder, link, gguf] = ["folder", "link", "model.gguf"].map(|name| out.path().join(name));
+    let [folder, link, gguf, nowhere] =
+        ["folder", "link", "model.gguf", "nowhere"].map(|name| out.path().join(name));
     std::fs::create_dir(&folder).unwrap();
     std::os::unix::fs::symlink(&weights, &link).unwrap();
+    std::os::unix::fs::symlink(out.path().join("none.gguf"), &nowhere).unwrap();
+    // Safetensors, whatever it is called.
+    let named = model.path().join("weights.gguf");
+    std::fs::rename(&weights, &named).unwrap();
+    std::os::unix::fs::symlink(&named, &weights).unwrap();
     let slash = format!("{}/", gguf.display());
     for (to, why) in [
-        (weights.to_str().unwrap(), "is part of the model"),
-        (link.to_str().unwrap(), "is part of the model"),
+        (weights.to_str().unwrap(), "is there and no GGUF file"),
+        (named.to_str().unwrap(), "is there and no GGUF file"),
+        (link.to_str().unwrap(), "is there and no GGUF file"),
+        (nowhere.to_str().unwrap(), "is a link to what is not there"),
         (folder.to_str().unwrap(), "is there and no regular file"),
         ("/dev/full", "is there and no regular file"),
         (&slash, "want the name of a file"),
@@ -224,7 +239,7 @@ fn force_replaces_a_file_and_neither_the_model_nor_what_is_no_file() {
     assert_eq!(std::fs::read(&weights).unwrap(), before);
     // What a link leads to is replaced, not the link.
     std::fs::remove_file(&link).unwrap();
-    std::fs::write(&gguf, "old").unwrap();
+    std::fs::write(&gguf, "GGUF").unwrap();
     std::os::unix::fs::symlink(&gguf, &link).unwrap();
     let args = [model.path(), &link].map(|path| path.to_str().unwrap());
     let (success, _, log) = run(

@@ -42,18 +42,27 @@ fn link_to(name: &str, target: impl AsRef<Path>) -> TempDir {
 
 /// Success, and what is on stderr, of a run that gets no more than a GiB of addresses.
 fn run(weights: &Path, args: &[&str]) -> (bool, String) {
+    let model = [
+        "--prompt",
+        "Once",
+        "--weight-files",
+        weights.to_str().unwrap(),
+    ];
+    run_with(Stdio::null(), &[&model, args].concat())
+}
+
+fn run_with(stdin: Stdio, args: &[&str]) -> (bool, String) {
     let start = Instant::now();
     let mut child = Command::new("sh")
         .args(["-c", "ulimit -v 1048576; exec \"$0\" \"$@\""])
         .arg(example("gemma4"))
-        .args(["--cpu", "-n", "2", "--prompt", "Once", "--weight-files"])
-        .arg(weights)
+        .args(["--cpu", "-n", "2"])
         .args(args)
         // Threads and their arenas take addresses too, whatever the machine.
         .env("RAYON_NUM_THREADS", "2")
         .env("MALLOC_ARENA_MAX", "2")
         .env("RUST_BACKTRACE", "0")
-        .stdin(Stdio::null())
+        .stdin(stdin)
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
@@ -61,7 +70,7 @@ fn run(weights: &Path, args: &[&str]) -> (bool, String) {
     while child.try_wait().unwrap().is_none() {
         if start.elapsed() > Duration::from_secs(60) {
             child.kill().unwrap();
-            panic!("{}: it goes on and on", weights.display());
+            panic!("{args:?}: it goes on and on");
         }
         std::thread::sleep(Duration::from_millis(2));
     }
@@ -266,6 +275,23 @@ fn links_to_what_is_no_file_are_refused() {
         !success && log.contains("/dev/zero: is no regular file"),
         "{log}"
     );
+}
+
+#[test]
+fn prompts_that_do_not_end_are_refused() {
+    let zeros = || Stdio::from(std::fs::File::open("/dev/zero").unwrap());
+    for args in [
+        &["--prompt-file", "/dev/zero"][..],
+        &["--prompt-file", "-"],
+        &["--chat", "--prompt", "Once", "--system", "@/dev/zero"],
+        &["--chat"],
+    ] {
+        let (success, log) = run_with(zeros(), args);
+        assert!(!success, "{args:?}");
+        let why = "does not end, want at most 67108864 bytes";
+        assert!(log.contains(why), "{args:?}: {log}");
+        assert!(!log.contains("memory allocation"), "{args:?}: {log}");
+    }
 }
 
 /// One shard under two names: every tensor of it would be there twice.

@@ -1,10 +1,11 @@
 //! What was said so far, and its file.
 
 use crate::bounded_file;
+use crate::replace::Replacement;
 use anyhow::{bail, Context, Result};
 use serde::{Deserialize, Serialize};
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Bytes of a saved conversation.
 const LARGEST: u64 = 64 << 20;
@@ -41,27 +42,15 @@ impl Conversation {
         self.turns.push(Turn { role, content });
     }
 
-    /// Writes the whole file beside `path` first, so that a failed or killed save leaves the old one. Who may read the old one may
-    /// read the new one.
+    /// Writes it in place of nothing or of another conversation; a failed or killed save leaves that one.
     pub fn save(&self, path: &Path) -> Result<()> {
-        let path = &bounded_file::target(path)?;
-        let old = std::fs::metadata(path).map(|file| file.permissions());
-        let mut name = path.file_name().unwrap_or_default().to_os_string();
-        name.push(format!(".{}.part", std::process::id()));
-        let part: PathBuf = path.with_file_name(name);
-        let written = write(&part, &serde_json::to_vec_pretty(self)?)
-            .with_context(|| part.display().to_string())
-            .and_then(|()| {
-                if let Ok(permissions) = old {
-                    std::fs::set_permissions(&part, permissions)?;
-                }
-                std::fs::rename(&part, path).with_context(|| path.display().to_string())
-            });
-        if written.is_err() {
-            // The error that is told is the first one.
-            std::fs::remove_file(&part).ok();
-        }
-        written
+        let is_own = |old: &Path| Self::load(old).is_ok();
+        let mut file = Replacement::of(path, "saved conversation", is_own)?;
+        serde_json::to_writer_pretty(&mut file, self)
+            .map_err(std::io::Error::from)
+            .and_then(|()| file.write_all(b"\n"))
+            .with_context(|| path.display().to_string())?;
+        file.put()
     }
 
     /// A saved conversation: turns of user and model in alternation, the model's last.
@@ -85,11 +74,4 @@ impl Conversation {
         }
         Ok(conversation)
     }
-}
-
-fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let mut file = std::fs::File::create(path)?;
-    file.write_all(bytes)?;
-    file.write_all(b"\n")?;
-    file.sync_all()
 }

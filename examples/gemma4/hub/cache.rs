@@ -1,8 +1,10 @@
 //! The folder that every Hugging Face library shares: `blobs/` by digest, `refs/` from revision to commit, `snapshots/` of links.
 
 use super::disk;
+use crate::replace::Replacement;
 use anyhow::{bail, Context, Result};
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 pub struct Cache {
@@ -91,10 +93,10 @@ impl Cache {
         }
         let file = self.folder.join("refs").join(revision);
         create_parent(&file)?;
-        // Whole or not at all, even if the process is killed here.
-        let part = self.folder.join(format!("ref.{}.part", std::process::id()));
-        fs::write(&part, commit).with_context(|| part.display().to_string())?;
-        fs::rename(&part, &file).with_context(|| file.display().to_string())
+        let mut file = Replacement::of(&file, "revision", |_| true)?;
+        file.write_all(commit.as_bytes())
+            .with_context(|| revision.to_string())?;
+        file.put()
     }
 
     /// Puts a blob into a snapshot under its name.

@@ -194,7 +194,7 @@ fn lock(path: &Path, file: &str) -> Result<File> {
         .open(path)
         .with_context(place)?;
     if lock.try_lock().is_err() {
-        eprintln!("{file}: waiting for another process that downloads it");
+        say!("{file}: waiting for another process that downloads it");
         lock.lock().with_context(place)?;
     }
     Ok(lock)

@@ -184,7 +184,7 @@ impl Repo {
                 ),
                 false => {
                     if !self.cache.knows_none(commit, file) {
-                        eprintln!(
+                        say!(
                             "hub: offline, and {file} is not in {}: goes on without it, though {} may have it",
                             self.cache.snapshot(commit).display(),
                             self.cache.model_id()

@@ -37,14 +37,14 @@ impl Progress {
     pub fn say(&self, what: &str) {
         match &self.bar {
             Some(bar) => bar.println(format!("{}: {what}", self.file)),
-            None => eprintln!("{}: {what}", self.file),
+            None => say!("{}: {what}", self.file),
         }
     }
 
     pub fn done(self, bytes: u64) {
         match self.bar {
             Some(bar) => bar.finish_and_clear(),
-            None => eprintln!(
+            None => say!(
                 "{}: {} in {:.1} s",
                 self.file,
                 human(bytes),

@@ -3,6 +3,7 @@
 mod error;
 pub mod fixture;
 pub mod golden;
+pub mod live;
 pub mod model;
 pub mod numeric;
 pub mod oracle;
