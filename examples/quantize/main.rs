@@ -50,7 +50,7 @@ struct Args {
     #[arg(long = "type", value_name = "TYPE", value_enum)]
     kind: Kind,
 
-    /// Replace the file if it is there.
+    /// Replace the file if it is there and GGUF.
     #[arg(long)]
     force: bool,
 

@@ -14,6 +14,9 @@ mod bounded_file;
 #[allow(dead_code, reason = "the chat uses what a panic says alone")]
 mod guard;
 mod panics;
+#[allow(dead_code, reason = "the program uses all of it")]
+#[path = "../../examples/gemma4/replace.rs"]
+mod replace;
 
 use chat::{Conversation, Encoder, Form, Piece, Role, Template};
 use libfuzzer_sys::fuzz_target;

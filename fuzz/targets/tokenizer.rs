@@ -14,6 +14,9 @@ mod bounded_file;
 mod guard;
 mod panics;
 #[allow(dead_code, reason = "the program uses all of it")]
+#[path = "../../examples/gemma4/replace.rs"]
+mod replace;
+#[allow(dead_code, reason = "the program uses all of it")]
 #[path = "../../examples/gemma4/stream.rs"]
 mod stream;
 #[path = "../../examples/gemma4/tokenizer.rs"]

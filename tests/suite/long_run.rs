@@ -140,11 +140,5 @@ fn a_long_run_of_20000_tokens_on_plain_ops() {
 
 #[test]
 fn after_other_conversations_a_cache_says_what_a_fresh_process_says_and_holds_no_more() {
-    for path in [
-        AttentionPath::Reference,
-        AttentionPath::Fused,
-        AttentionPath::FusedSharedKv,
-    ] {
-        assert_memory_and_answers_stay(path, 3 * LENGTHS, 20);
-    }
+    assert_memory_and_answers_stay(AttentionPath::Fused, 3 * LENGTHS, 20);
 }
