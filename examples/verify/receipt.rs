@@ -203,7 +203,7 @@ impl Receipts {
         let blank = serde_json::to_string_pretty(&receipt)? + "\n";
         receipt.sha256 = sha256(blank.as_bytes());
         let text = serde_json::to_string_pretty(&receipt)? + "\n";
-        let mut file = Replacement::of(&path, "file of a gate that comes later", |_| false)?;
+        let mut file = Replacement::of(&path, "receipt", |_| true)?;
         file.write_all(text.as_bytes())
             .with_context(|| path.display().to_string())?;
         file.put()?;
