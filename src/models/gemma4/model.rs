@@ -241,12 +241,14 @@ impl Model {
     }
 }
 
-/// `cap * tanh(logits / cap)`, or the logits themselves without a cap.
+/// `cap * tanh(logits / cap)`, or the logits themselves without a cap. What is infinite becomes NaN under a cap, never the cap.
 pub fn soft_cap(logits: &Tensor, cap: Option<f64>) -> Result<Tensor> {
-    match cap {
-        None => Ok(logits.clone()),
-        Some(cap) => (logits / cap)?.tanh()? * cap,
-    }
+    let Some(cap) = cap else {
+        return Ok(logits.clone());
+    };
+    let capped = ((logits / cap)?.tanh()? * cap)?;
+    // A product with 0 is 0, and of what is not finite NaN, which tanh would hide.
+    capped + (logits * 0.0)?
 }
 
 /// `factor` as a scalar of type `dtype` holds it: transformers multiplies by the rounded factor.
