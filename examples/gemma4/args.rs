@@ -111,7 +111,7 @@ pub struct ChatArgs {
 #[derive(Debug, clap::Args)]
 pub struct SamplingArgs {
     /// Sampling temperature; greedy if left out.
-    #[arg(long, value_parser = positive, allow_negative_numbers = true)]
+    #[arg(long, value_parser = factor, allow_negative_numbers = true)]
     pub temperature: Option<f64>,
 
     /// Sample from the likeliest tokens that make up this probability.
@@ -126,7 +126,7 @@ pub struct SamplingArgs {
     pub seed: u64,
 
     /// Penalty on tokens that were said before, 1 for none.
-    #[arg(long, default_value_t = 1.0, value_parser = positive)]
+    #[arg(long, default_value_t = 1.0, value_parser = factor, allow_negative_numbers = true)]
     pub repeat_penalty: f64,
 
     /// How many of the last tokens the penalty looks at.
@@ -176,17 +176,22 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     }
 }
 
+/// What f32 holds as a number other than 0: the sampler compares sums in f32 with it.
 fn probability(text: &str) -> Result<f64, String> {
-    match positive(text)? {
-        p if p <= 1.0 => Ok(p),
-        _ => Err("want at most 1".into()),
+    match text.parse::<f64>() {
+        Ok(p) if p > 1.0 => Err("want at most 1".into()),
+        Ok(p) if p > 0.0 && (p as f32).is_normal() => Ok(p),
+        Ok(_) => Err("want a positive number, 1.2e-38 or more".into()),
+        Err(e) => Err(e.to_string()),
     }
 }
 
-fn positive(text: &str) -> Result<f64, String> {
+/// What logits are divided or multiplied by in f32, so neither it nor its reciprocal may take them out of it. candle's sampler
+/// draws the same line below, where it is greedy.
+fn factor(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
-        Ok(x) if x.is_finite() && x > 0.0 => Ok(x),
-        Ok(_) => Err("want a positive number".into()),
+        Ok(x) if (1e-7..=1e7).contains(&x) => Ok(x),
+        Ok(_) => Err("want a positive number, from 1e-7 to 1e7".into()),
         Err(e) => Err(e.to_string()),
     }
 }

@@ -137,6 +137,19 @@ fn the_same_seed_samples_the_same_text() {
 }
 
 #[test]
+fn the_ends_of_every_range_of_sampling_give_a_text() {
+    for ends in [
+        ["--temperature", "1e-7", "--repeat-penalty", "1e7"],
+        ["--temperature", "1e7", "--repeat-penalty", "1e-7"],
+        ["--temperature", "1", "--top-p", "1.2e-38"],
+    ] {
+        let out = gemma4(&[&["--prompt", "Once", "-n", "4", "-q"][..], &ends].concat());
+        assert!(out.success, "{ends:?}: {}", out.stderr);
+        assert!(!out.stdout.is_empty());
+    }
+}
+
+#[test]
 fn ab_says_that_every_path_gives_the_same_tokens() {
     let out = gemma4(&["--ab", "--prompt", "Once upon a time there was", "-n", "16"]);
     assert!(out.success, "{}", out.stderr);
@@ -225,7 +238,7 @@ fn mistakes_are_named_before_any_work_and_fail() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("none.safetensors");
     let missing = missing.to_str().unwrap();
-    let cases: [(&[&str], &str); 16] = [
+    let cases: [(&[&str], &str); 23] = [
         (
             &["--attention", "sdpa", "--cpu"],
             "sdpa: not on this device",
@@ -242,6 +255,17 @@ fn mistakes_are_named_before_any_work_and_fail() {
         (&["--top-p", "0.9"], "--temperature"),
         (&["--temperature", "nan"], "want a positive number"),
         (&["--repeat-penalty", "0"], "want a positive number"),
+        // 0 and infinity once they are f32.
+        (&["--repeat-penalty", "1e-50"], "from 1e-7 to 1e7"),
+        (&["--repeat-penalty", "1e300"], "from 1e-7 to 1e7"),
+        (&["--repeat-penalty", "-1"], "from 1e-7 to 1e7"),
+        (&["--temperature", "1e-300"], "from 1e-7 to 1e7"),
+        (&["--temperature", "1e300"], "from 1e-7 to 1e7"),
+        (
+            &["--temperature", "1", "--top-p", "1e-60"],
+            "1.2e-38 or more",
+        ),
+        (&["--temperature", "1", "--top-p", "nan"], "1.2e-38 or more"),
         (&["--temperature", "1", "--top-p", "2"], "want at most 1"),
         (
             &["--prompt", "a", "--json", "no/such/folder/report.json"],
