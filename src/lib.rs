@@ -44,6 +44,7 @@ pub mod attention;
 pub mod backend;
 mod cpu;
 pub mod device;
+mod memory;
 pub mod models;
 pub mod projection;
 pub mod qsa;

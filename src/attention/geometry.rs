@@ -5,6 +5,8 @@
 
 use candle::{bail, DType, Layout, Result, Tensor};
 
+use crate::memory::addressable;
+
 /// The head dimension that the op is written for.
 pub const HEAD_DIM: usize = 512;
 
@@ -209,6 +211,13 @@ impl AttentionGeometry {
                 q_len - kv_len
             );
         }
+        // Whatever counts rows or bytes from here on is a product of some of these.
+        let (result, all) = (
+            format!("the f32 result for q of shape {:?}", q.dims()),
+            format!("{kv} of shape {:?} in f32", v.dims()),
+        );
+        addressable(op, result, q.dims(), 4)?;
+        addressable(op, all, v.dims(), if k.is_some() { 8 } else { 4 })?;
         Ok(Self {
             batch,
             q_heads,

@@ -6,6 +6,9 @@
 use candle::{bail, DType, Device, Result, Tensor};
 
 use super::geometry::{AttentionGeometry, HEAD_DIM};
+use crate::memory;
+
+const NAME: &str = "rotary tables";
 
 /// Pairs `(i, i + 256)` of a head.
 const PAIRS: usize = HEAD_DIM / 2;
@@ -67,7 +70,10 @@ impl RotaryTables {
         if positions == held {
             return Ok(self.clone());
         }
-        let new = rows(&self.frequencies, held, positions, self.rows.device())?;
+        let (device, row) = (self.rows.device(), self.rows.dims()[1]);
+        let what = format_args!("{positions} positions of {} pairs", row / 2);
+        memory::check(NAME, what, &[positions, row], 4, device)?;
+        let new = rows(&self.frequencies, held, positions, device)?;
         Ok(Self {
             frequencies: self.frequencies.clone(),
             rows: Tensor::cat(&[&self.rows, &new], 0)?,
@@ -121,9 +127,8 @@ fn whole_pairs(frequencies: &[f64]) -> usize {
 
 fn rows(frequencies: &[f64], first: usize, end: usize, device: &Device) -> Result<Tensor> {
     let pairs = whole_pairs(frequencies);
-    let Some(len) = (end - first).checked_mul(2 * pairs) else {
-        bail!("rotary tables: {end} positions of {pairs} pairs pass the address range");
-    };
+    let what = format_args!("{end} positions of {pairs} pairs");
+    let len = memory::addressable(NAME, what, &[end - first, 2 * pairs], 4)?;
     // The largest angle is at the last position.
     let last = end.saturating_sub(1) as f64;
     if let Some(i) = frequencies.iter().position(|f| !(last * f).is_finite()) {
@@ -132,11 +137,7 @@ fn rows(frequencies: &[f64], first: usize, end: usize, device: &Device) -> Resul
             frequencies[i]
         );
     }
-    let mut rows = Vec::new();
-    if rows.try_reserve_exact(len).is_err() {
-        bail!("rotary tables: no memory for {end} positions of {pairs} pairs");
-    }
-    rows.resize(len, 0f32);
+    let mut rows = memory::zeros::<f32>(NAME, what, len)?;
     for (position, row) in (first..end).zip(rows.chunks_exact_mut(2 * pairs)) {
         let (cos, sin) = row.split_at_mut(pairs);
         cos.fill(1.0);

@@ -277,9 +277,9 @@ impl CustomOp3 for Op {
             return Ok((CpuStorage::F32(packed), Shape::from(len)));
         }
         let storage = match geometry.q.dtype {
-            DType::F16 => f16::into_storage(call.forward()),
-            DType::BF16 => bf16::into_storage(call.forward()),
-            _ => f32::into_storage(call.forward()),
+            DType::F16 => f16::into_storage(call.forward()?),
+            DType::BF16 => bf16::into_storage(call.forward()?),
+            _ => f32::into_storage(call.forward()?),
         };
         Ok((storage, q_l.shape().clone()))
     }

@@ -3,6 +3,7 @@
 //! Query heads are grouped as rows against the KV head they share, so that keys and values are never repeated. The softmax
 //! is taken in f32: in a half type candle sums in that type, which is wrong at long context (huggingface/candle#3727).
 
+use crate::memory;
 use candle::{bail, DType, Device, Result, Tensor, D};
 
 /// Scores of one block of queries take at most this many elements, whatever the length of the prompt.
@@ -113,15 +114,28 @@ pub fn attention(
     if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) {
         bail!("reference attention: q has {q_heads} heads and k {kv_heads}, want a multiple");
     }
-    if batch == 0 {
+    if batch == 0 || q_heads == 0 || head_dim == 0 {
         bail!(
-            "reference attention: q is {:?}, want a batch of at least 1",
+            "reference attention: q is {:?}, want a batch, a head and a dimension at least",
             q.dims()
         );
     }
     if q_len == 0 || kv_len == 0 {
         bail!("reference attention: q has {q_len} rows and k {kv_len}, want at least one of each");
     }
+    if let Visible::Causal {
+        first_query,
+        first_key,
+        ..
+    } = visible
+    {
+        for (name, first, len) in [("q", first_query, q_len), ("k", first_key, kv_len)] {
+            if first.checked_add(len).is_none() {
+                bail!("reference attention: {len} rows of {name} from position {first} on pass the 64-bit range");
+            }
+        }
+    }
+    check_memory(q, k)?;
     // Both ends of what a row sees move with the row, so the first and the last row stand for all.
     for row in [0, q_len - 1] {
         let (lo, hi) = visible.key_rows(row, 1, kv_len);
@@ -165,6 +179,26 @@ pub fn attention(
         1 => Ok(out.swap_remove(0)),
         _ => Tensor::cat(&out, D::Minus2),
     }
+}
+
+/// Views may repeat rows, and candle ends the process where their results or copies find no memory.
+fn check_memory(q: &Tensor, k: &Tensor) -> Result<()> {
+    const NAME: &str = "reference attention";
+    for (name, t) in [("q", q), ("k", k)] {
+        let what = format_args!("{name} of shape {:?}", t.dims());
+        memory::check(NAME, what, t.dims(), t.dtype().size_in_bytes(), t.device())?;
+    }
+    let (batch, heads, q_len, _) = q.dims4()?;
+    let kv_len = k.dims()[2];
+    let rows = memory::addressable(
+        NAME,
+        "one score a query and key",
+        &[batch, heads, kv_len],
+        4,
+    )?;
+    let block = block_queries(rows / kv_len, kv_len).min(q_len);
+    let what = format_args!("scores of {block} queries and {kv_len} keys");
+    memory::check(NAME, what, &[rows, block], 4, q.device())
 }
 
 /// Queries whose scores are formed together, each a row of `kv_len` for every one of `heads`.

@@ -184,9 +184,9 @@ impl CustomOp3 for SharedKv {
             return Ok((CpuStorage::F32(packed), Shape::from(len)));
         }
         let storage = match g.q.dtype {
-            DType::F16 => f16::into_storage(call.forward()),
-            DType::BF16 => bf16::into_storage(call.forward()),
-            _ => f32::into_storage(call.forward()),
+            DType::F16 => f16::into_storage(call.forward()?),
+            DType::BF16 => bf16::into_storage(call.forward()?),
+            _ => f32::into_storage(call.forward()?),
         };
         Ok((storage, q_l.shape().clone()))
     }

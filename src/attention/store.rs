@@ -5,9 +5,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 /// An element type that results can be written in.
-pub(super) trait Stored: Copy + Send + Sync + 'static {
-    const ZERO: Self;
-
+pub(super) trait Stored: Copy + Default + Send + Sync + 'static {
     /// Writes what `fill` makes of an f32 buffer of the same length, rounded once, to nearest even. The buffer may hold
     /// anything before.
     fn fill(to: &mut [Self], fill: impl FnOnce(&mut [f32]));
@@ -16,8 +14,6 @@ pub(super) trait Stored: Copy + Send + Sync + 'static {
 }
 
 impl Stored for f32 {
-    const ZERO: Self = 0.0;
-
     fn fill(to: &mut [Self], fill: impl FnOnce(&mut [f32])) {
         fill(to);
     }
@@ -28,8 +24,6 @@ impl Stored for f32 {
 }
 
 impl Stored for f16 {
-    const ZERO: Self = f16::ZERO;
-
     fn fill(to: &mut [Self], fill: impl FnOnce(&mut [f32])) {
         let mut wide = vec![0f32; to.len()];
         fill(&mut wide);
@@ -42,8 +36,6 @@ impl Stored for f16 {
 }
 
 impl Stored for bf16 {
-    const ZERO: Self = bf16::ZERO;
-
     fn fill(to: &mut [Self], fill: impl FnOnce(&mut [f32])) {
         let mut wide = vec![0f32; to.len()];
         fill(&mut wide);

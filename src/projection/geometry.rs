@@ -5,6 +5,8 @@
 
 use candle::{bail, DType, Layout, Result, Shape, Tensor};
 
+use crate::memory::addressable;
+
 /// Where the rows of a matrix lie: a row is neighbouring elements, rows are one stride apart.
 ///
 /// In elements. A row stride of 0 (a broadcast dimension) is legal, since inputs are only read.
@@ -128,16 +130,9 @@ impl ProjectionGeometry {
         if *columns != k {
             bail!("{op}: xs has shape {:?}, want (.., {k})", xs.dims());
         }
-        let m = rows.iter().try_fold(1usize, |m, dim| m.checked_mul(*dim));
-        // All bytes of the result are addressable.
-        let y_bytes = |m: usize| m.checked_mul(n)?.checked_mul(4);
-        let fits = |m: &usize| y_bytes(*m).is_some_and(|bytes| bytes <= isize::MAX as usize);
-        let Some(m) = m.filter(fits) else {
-            bail!(
-                "{op}: xs of shape {:?} times {n} rows passes the 64-bit address range",
-                xs.dims()
-            );
-        };
+        let what = format_args!("xs of shape {:?} times {n} rows", xs.dims());
+        let dims = [rows, &[n]].concat();
+        let m = addressable(op, what, &dims, 4)? / n;
         if m == 0 {
             bail!("{op}: xs of shape {:?} is empty", xs.dims());
         }

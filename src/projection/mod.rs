@@ -22,6 +22,7 @@ use candle::{Result, Shape, Tensor, D};
 use crate::backend::no_code_for;
 use crate::cpu::lines::zeros_on_a_line;
 pub use crate::cpu::CpuKernel;
+use crate::memory;
 pub use geometry::ProjectionGeometry;
 
 const NAME: &str = "fused_projection";
@@ -70,8 +71,14 @@ impl FusedProjection {
     pub fn pack(blocks: &[(&str, &Tensor)]) -> Result<Self> {
         let (rows, hidden) = geometry::check_blocks(NAME, blocks)?;
         let (_, like) = blocks[0];
-        let total = rows.iter().sum::<usize>();
-        let weight = zeros_on_a_line((total, hidden), like.dtype(), like.device())?;
+        let (dtype, device) = (like.dtype(), like.device());
+        for (name, block) in blocks.iter().filter(|(_, block)| !block.is_contiguous()) {
+            let what = format_args!("a copy of block {name:?} of shape {:?}", block.dims());
+            memory::check(NAME, what, block.dims(), dtype.size_in_bytes(), device)?;
+        }
+        let total = rows.iter().fold(0usize, |sum, n| sum.saturating_add(*n));
+        let what = format_args!("a weight of {total} rows of {hidden}");
+        let weight = zeros_on_a_line(NAME, what, (total, hidden), dtype, device)?;
         let mut first = 0;
         let mut packed = Vec::with_capacity(blocks.len());
         for ((name, block), rows) in blocks.iter().zip(rows) {

@@ -94,7 +94,7 @@ fn partitions_without_memory_for_their_states_are_an_error() -> Result<()> {
     let row = Tensor::zeros((1, 1, 1, 512), DType::F32, &Device::Cpu)?;
     let many = row.broadcast_as((1, 64, 4096, 512))?;
     let op = AttentionD512::new(1.0);
-    insta::assert_snapshot!(refusal(op.partitions(65_535).partials(&many, &row.broadcast_as((1, 1, 4096, 512))?, &row.broadcast_as((1, 1, 4096, 512))?)), @"attention_d512: no memory for 17179607040 states of 2056 bytes each, want fewer partitions");
+    insta::assert_snapshot!(refusal(op.partitions(65_535).partials(&many, &row.broadcast_as((1, 1, 4096, 512))?, &row.broadcast_as((1, 1, 4096, 512))?)), @"attention_d512: no memory for 17179607040 partial states, which would take 35321272074240 bytes");
     let keys = row.broadcast_as((1, 1, 40_000, 512))?;
     insta::assert_snapshot!(refusal(op.partitions(1 << 20).forward(&many, &keys, &keys)), @"attention_d512: got 1048576 partitions, whose states of 64 rows take 5263360000 bytes, want at most 4294967296");
     Ok(())

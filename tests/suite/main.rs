@@ -1,5 +1,6 @@
 //! Every integration test, in one binary: linking candle once keeps the suite quick to build.
 
+mod absurd_views;
 mod any_request;
 mod attention_edges;
 mod attention_faults;

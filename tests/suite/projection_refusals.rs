@@ -42,7 +42,7 @@ fn xs_that_do_not_fit_are_refused_with_what_is_wanted() -> Result<()> {
     insta::assert_snapshot!(refused(zeros((32, 5))?.t()?), @"fused_projection: the last dimension of xs must be contiguous, want stride 1, got strides [1, 5] for shape [5, 32]");
     insta::assert_snapshot!(refused(zeros((5, 2, 32))?.transpose(0, 1)?), @"fused_projection: the rows of xs must come at one stride, got strides [32, 64, 1] for shape [2, 5, 32], want a contiguous copy");
     let far = zeros((1, 32))?.broadcast_as((1 << 40, 1 << 20, 32))?;
-    insta::assert_snapshot!(refused(far), @"fused_projection: xs of shape [1099511627776, 1048576, 32] times 8 rows passes the 64-bit address range");
+    insta::assert_snapshot!(refused(far), @"fused_projection: xs of shape [1099511627776, 1048576, 32] times 8 rows would take 36893488147419103232 bytes, which passes the 64-bit address range");
     let half = FusedProjection::pack(&[("q", &zeros((8, 32))?.to_dtype(DType::BF16)?)])?;
     insta::assert_snapshot!(refusal(half.check(&zeros((5, 32))?.to_dtype(DType::F16)?)), @"fused_projection: xs has dtype F16, want BF16 as the weight, or F32");
     Ok(())

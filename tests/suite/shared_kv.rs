@@ -291,7 +291,11 @@ fn what_does_not_fit_is_refused_by_name() -> Result<()> {
     insta::assert_snapshot!(tables_of(&[0.0; 257], 1), @"rotary tables: got 257 frequencies, want at most 256, one a pair of a head of 512");
     insta::assert_snapshot!(tables_of(&[1.0, f64::NAN], 1), @"rotary tables: frequency 1 is NaN, want a finite one");
     insta::assert_snapshot!(tables_of(&[1.0], 0), @"rotary tables: got 0 positions, want at least 1");
-    insta::assert_snapshot!(tables_of(&[1.0], usize::MAX), @"rotary tables: 18446744073709551615 positions of 32 pairs pass the address range");
+    insta::assert_snapshot!(tables_of(&[1.0], usize::MAX), @"rotary tables: 18446744073709551615 positions of 32 pairs would take 4722366482869645213440 bytes, which passes the 64-bit address range");
+    insta::assert_snapshot!(tables_of(&[1.0], 1 << 44), @"rotary tables: no memory for 17592186044416 positions of 32 pairs, which would take 4503599627370496 bytes");
+    let few = RotaryTables::new(&[1.0], 2, &Device::Cpu)?;
+    insta::assert_snapshot!(refusal(few.extended(1 << 44)), @"rotary tables: no memory for 17592186044416 positions of 32 pairs, which would take 4503599627370496 bytes");
+    insta::assert_snapshot!(refusal(few.extended(usize::MAX)), @"rotary tables: 18446744073709551615 positions of 32 pairs would take 4722366482869645213440 bytes, which passes the 64-bit address range");
     insta::assert_snapshot!(refusal(tables.extended(3)), @"rotary tables: got 3 positions, want at least the 9 that are there");
     Ok(())
 }

@@ -32,6 +32,7 @@ use super::plan::{Partitions, ROW_TILE};
 use super::store::Stored;
 use crate::cpu::lines::Lines;
 use crate::cpu::CpuKernel;
+use crate::memory;
 
 /// Tasks whose states are held at once. Bounds scratch whatever the query length, and is no function of the threads.
 const TASKS_AT_ONCE: usize = 128;
@@ -145,7 +146,7 @@ impl<'a> Call<'a> {
     }
 
     /// `(batch, q_heads, q_len, 512)`.
-    pub fn forward<E: Stored>(&self) -> Vec<E> {
+    pub fn forward<E: Stored>(&self) -> Result<Vec<E>> {
         if self.is_serial() {
             self.attention()
         } else {
@@ -154,9 +155,11 @@ impl<'a> Call<'a> {
         }
     }
 
-    fn attention<E: Stored>(&self) -> Vec<E> {
+    fn attention<E: Stored>(&self) -> Result<Vec<E>> {
         let g = self.geometry;
-        let mut out = vec![E::ZERO; g.batch * g.q_heads * g.q_len * HEAD_DIM];
+        let dims = [g.batch, g.q_heads, g.q_len, HEAD_DIM];
+        let what = format_args!("the result of shape {dims:?}");
+        let mut out = memory::zeros::<E>(self.op(), what, dims.iter().product())?;
         // The rows of a tile are neighbours in the output, tiles do not cross KV heads.
         let mut tiles: Vec<&mut [E]> = out
             .chunks_mut(g.rows_per_kv_head() * HEAD_DIM)
@@ -168,12 +171,12 @@ impl<'a> Call<'a> {
             self.each(tiles.into_iter().enumerate().collect(), |(unit, out)| {
                 self.whole(unit, out)
             });
-            return out;
+            return Ok(out);
         }
         let at_once = TASKS_AT_ONCE.div_ceil(partitions);
         for (i, tiles) in tiles.chunks_mut(at_once).enumerate() {
             let first = i * at_once;
-            let states = self.states(first..first + tiles.len(), partitions);
+            let states = self.states(first..first + tiles.len(), partitions)?;
             self.each(tiles.iter_mut().enumerate().collect(), |(unit, out)| {
                 let tasks = unit * partitions..(unit + 1) * partitions;
                 for (row, out) in out.chunks_mut(HEAD_DIM).enumerate() {
@@ -182,7 +185,7 @@ impl<'a> Call<'a> {
                 }
             });
         }
-        out
+        Ok(out)
     }
 
     /// A tile that is not partitioned, straight into the output.
@@ -215,14 +218,10 @@ impl<'a> Call<'a> {
         let rows = g.batch * g.q_heads * g.q_len;
         let count = rows * self.partitions.count();
         let len = count * (2 + HEAD_DIM);
-        let mut packed = Vec::new();
+        let what = format_args!("{count} partial states");
+        let mut packed = memory::zeros::<f32>(self.op(), what, len)?;
         // They are held twice for a moment: by task, and packed.
-        if packed.try_reserve_exact(2 * len).is_err() {
-            bail!("attention_d512: no memory for {count} states of {} bytes each, want fewer partitions", 4 * (2 + HEAD_DIM));
-        }
-        packed.shrink_to(len);
-        packed.resize(len, 0f32);
-        let states = self.states(0..self.units(), self.partitions.count());
+        let states = self.states(0..self.units(), self.partitions.count())?;
         let (maxima, rest) = packed.split_at_mut(count);
         let (denominators, numerators) = rest.split_at_mut(count);
         maxima
@@ -259,13 +258,13 @@ impl<'a> Call<'a> {
     }
 
     /// States of `units` in the first `partitions`, unit-major, partitions ascending.
-    fn states(&self, units: Range<usize>, partitions: usize) -> States {
+    fn states(&self, units: Range<usize>, partitions: usize) -> Result<States> {
         let mut tiles: Vec<_> = units.map(|unit| (unit, RowTile::new())).collect();
         self.each(tiles.iter_mut().collect(), |(unit, tile)| {
             self.load(*unit, tile)
         });
         let slot = tiles.iter().map(|(_, tile)| tile.len()).max().unwrap_or(0);
-        let mut numerators = Scratch::take(tiles.len() * partitions * slot);
+        let mut numerators = Scratch::take(self.op(), tiles.len() * partitions * slot)?;
         let mut blocks = vec![Vec::new(); tiles.len() * partitions];
         let tasks = numerators.chunks_mut(slot).zip(&mut blocks).enumerate();
         let mut tasks: Vec<_> = tasks.collect();
@@ -281,10 +280,17 @@ impl<'a> Call<'a> {
                 self.run(*unit, tile, range, numerators, &mut thread.work)
             });
         });
-        States {
+        Ok(States {
             blocks,
             numerators,
             slot,
+        })
+    }
+
+    fn op(&self) -> &'static str {
+        match self.turns {
+            Some(_) => "attention_d512_shared_kv",
+            None => "attention_d512",
         }
     }
 

@@ -2,6 +2,8 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use candle::Result;
+
 use crate::cpu::lines::Lines;
 
 /// Numerators of one call, with whatever an earlier call left in them.
@@ -19,11 +21,11 @@ const KEPT_LEN: usize = 1 << 20;
 static POOL: Mutex<Vec<Lines>> = Mutex::new(Vec::new());
 
 impl Scratch {
-    pub fn take(len: usize) -> Self {
+    pub fn take(op: &str, len: usize) -> Result<Self> {
         let kept = POOL.lock().unwrap_or_else(PoisonError::into_inner).pop();
         match kept {
-            Some(lines) if lines.len() >= len => Self(lines),
-            _ => Self(Lines::zeros(len)),
+            Some(lines) if lines.len() >= len => Ok(Self(lines)),
+            _ => Lines::try_zeros(op, "partial states", len).map(Self),
         }
     }
 }

@@ -6,8 +6,11 @@
 
 mod ops;
 
+use crate::memory;
 use candle::{bail, CustomOp3, DType, Result, Tensor};
 use ops::{FinishStates, LogSumExp, MergeStates};
+
+const NAME: &str = "attention_partials";
 
 /// The maximum of a state that has seen no key: finite, so that `exp(max - max)` is 1 and never NaN.
 pub const EMPTY_MAX: f32 = f32::MIN;
@@ -58,7 +61,7 @@ impl AttentionPartials {
             }
         }
         let (p, batch, heads, q_len, dim) = match *numerator.dims() {
-            [p, b, h, t, d] if p * b * h * t * d > 0 => (p, b, h, t, d),
+            [p, b, h, t, d] if [p, b, h, t, d].iter().all(|&n| n > 0) => (p, b, h, t, d),
             ref dims => bail!(
                 "attention_partials: numerator has shape {dims:?}, want a non-empty (partitions, batch, heads, q_len, dim)"
             ),
@@ -72,6 +75,10 @@ impl AttentionPartials {
                 );
             }
         }
+        // Whatever counts states or elements from here on is a product of some of these.
+        let what = format_args!("states with a numerator of shape {:?}", numerator.dims());
+        let with_sums = dim.saturating_add(2);
+        memory::addressable(NAME, what, &[p, batch, heads, q_len, with_sums], 4)?;
         Ok(Self {
             max,
             denominator,
@@ -128,6 +135,12 @@ impl AttentionPartials {
                 );
             }
         }
+        let (_, batch, heads, q_len, dim) = first.numerator.dims5()?;
+        let partitions = parts.iter().map(|part| part.numerator.dims()[0]);
+        let partitions = partitions.fold(0usize, usize::saturating_add);
+        let what = format_args!("{partitions} states of each row of ({batch}, {heads}, {q_len})");
+        let all = [partitions, batch, heads, q_len, dim + 2];
+        memory::check(NAME, what, &all, 4, first.max.device())?;
         let cat = |pick: fn(&Self) -> &Tensor| {
             Tensor::cat(&parts.iter().map(pick).collect::<Vec<_>>(), 0)
         };
@@ -153,17 +166,28 @@ impl AttentionPartials {
     /// Natural logarithm of the sum of `exp(score)` over all partitions, f32 `(batch, heads, q_len)`. A row that saw no
     /// key is `-inf`. Errors as [`AttentionPartials::merge`].
     pub fn log_sum_exp(&self) -> Result<Tensor> {
+        self.check_copies(&[&self.max, &self.denominator])?;
         self.max
             .contiguous()?
             .apply_op2(&self.denominator.contiguous()?, LogSumExp)
     }
 
     fn apply<C: CustomOp3 + Send + Sync + 'static>(&self, op: C) -> Result<Tensor> {
+        self.check_copies(&[&self.max, &self.denominator, &self.numerator])?;
         self.max.contiguous()?.apply_op3(
             &self.denominator.contiguous()?,
             &self.numerator.contiguous()?,
             op,
         )
+    }
+
+    /// Fails if there is no memory for the contiguous copies of views.
+    fn check_copies(&self, tensors: &[&Tensor]) -> Result<()> {
+        for t in tensors.iter().filter(|t| !t.is_contiguous()) {
+            let what = format_args!("a contiguous copy of states of shape {:?}", t.dims());
+            memory::check(NAME, what, t.dims(), 4, t.device())?;
+        }
+        Ok(())
     }
 }
 

@@ -1,7 +1,8 @@
 //! The three ops on states, on every device.
 
-use super::{check_state, finish_row, merge_row};
+use super::{check_state, finish_row, merge_row, NAME};
 use crate::attention::store::Stored;
+use crate::memory;
 #[cfg(any(feature = "metal", feature = "cuda"))]
 use crate::{
     attention::gpu::states::{self, StateSizes},
@@ -108,7 +109,8 @@ impl CustomOp3 for MergeStates {
     ) -> Result<(CpuStorage, Shape)> {
         let states = States::new((max, max_l), (denominator, den_l), Some((numerator, num_l)))?;
         let rows = states.rows;
-        let mut packed = vec![0f32; rows * (2 + states.dim)];
+        let what = format_args!("the merged states of {rows} rows");
+        let mut packed = memory::zeros::<f32>(NAME, what, rows * (2 + states.dim))?;
         let (maxima, rest) = packed.split_at_mut(rows);
         let (denominators, numerators) = rest.split_at_mut(rows);
         maxima
@@ -219,7 +221,8 @@ impl CustomOp3 for FinishStates {
 }
 
 fn finish_all<E: Stored>(states: &States) -> Result<CpuStorage> {
-    let mut out = vec![E::ZERO; states.rows * states.dim];
+    let what = format_args!("{} rows of {}", states.rows, states.dim);
+    let mut out = memory::zeros::<E>(NAME, what, states.rows * states.dim)?;
     out.par_chunks_mut(states.dim)
         .enumerate()
         .try_for_each(|(row, out)| {

@@ -7,6 +7,7 @@
 use super::config::{LayerConfig, LayerKind};
 use crate::attention::reference::Visible;
 use crate::cpu::lines::zeros_on_a_line;
+use crate::memory;
 use candle::{bail, DType, Result, Tensor};
 
 /// Buffers grow to a multiple of so many rows.
@@ -97,8 +98,8 @@ impl LayerCache {
     ///
     /// # Errors
     ///
-    /// Shapes or dtypes that differ from each other or from what the cache holds, or a cache of values alone; nothing is
-    /// stored then.
+    /// Shapes or dtypes that differ from each other or from what the cache holds, a cache of values alone, or no memory for the
+    /// rows and those that were [`reserve`](Self::reserve)d; nothing is stored then.
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<KvView> {
         if self.values_only {
             bail!("kv cache: it holds values alone, got keys too");
@@ -122,6 +123,7 @@ impl LayerCache {
         if let Some(rows) = &self.rows {
             rows.check("k", k)?;
         }
+        check_copies(k, 2)?;
         let view = match self.kind {
             LayerKind::Full => self.append_full(k, v, tokens)?,
             LayerKind::Sliding { window } => self.append_ring(k, v, tokens, window)?,
@@ -142,6 +144,7 @@ impl LayerCache {
         if let Some(rows) = &self.rows {
             rows.check("v", v)?;
         }
+        check_copies(v, 1)?;
         let end = self.len + tokens;
         let rows = self.rows_for(v, end, usize::MAX)?;
         rows.v.slice_set(&v.contiguous()?, 2, self.len)?;
@@ -261,6 +264,13 @@ impl LayerCache {
     }
 }
 
+/// Fails if there is no memory for `tensors` contiguous ones like `t`, whose rows may all be one.
+fn check_copies(t: &Tensor, tensors: usize) -> Result<()> {
+    let what = format_args!("copies of keys or values of shape {:?}", t.dims());
+    let (dims, size) = ([t.dims(), &[tensors]].concat(), t.dtype().size_in_bytes());
+    memory::check("kv cache", what, &dims, size, t.device())
+}
+
 /// What `tokens` tokens from position `at` on see of rows that ascend from position `first_key`.
 fn visible(at: usize, tokens: usize, first_key: usize, window: Option<usize>) -> Visible {
     match tokens {
@@ -317,7 +327,11 @@ impl Rows {
     fn new(like: &Tensor, capacity: usize, values_only: bool) -> Result<Self> {
         let (batch, heads, _, dim) = like.dims4()?;
         let shape = (batch, heads, capacity, dim);
-        let buffer = || zeros_on_a_line(shape, like.dtype(), like.device());
+        let (dtype, device) = (like.dtype(), like.device());
+        let dims = [batch, heads, capacity, dim, if values_only { 1 } else { 2 }];
+        let what = format_args!("{capacity} rows for {:?} {dtype:?}", like.dims());
+        memory::check("kv cache", what, &dims, dtype.size_in_bytes(), device)?;
+        let buffer = || zeros_on_a_line("kv cache", what, shape, dtype, device);
         Ok(Self {
             k: (!values_only).then(buffer).transpose()?,
             v: buffer()?,

@@ -21,6 +21,7 @@ use super::geometry::{MatrixView, ProjectionGeometry};
 use crate::cpu::isa::Order;
 use crate::cpu::lines::Lines;
 use crate::cpu::CpuKernel;
+use crate::memory;
 
 /// Bytes of weights, as f32, that a task reads: they stay in a second-level cache for all of its rows.
 const TASK_BYTES: usize = 1 << 20;
@@ -97,7 +98,8 @@ pub(super) fn forward(
     let little = weights.saturating_mul(g.m) < SERIAL_WORK
         && weights.saturating_mul(g.w.dtype.size_in_bytes()) < SERIAL_BYTES;
     let serial = little || rayon::current_num_threads() == 1;
-    let mut y = vec![0f32; g.m * g.n];
+    let what = format_args!("the result of {} rows of {}", g.m, g.n);
+    let mut y = memory::zeros::<f32>(op, what, g.m * g.n)?;
     let out = Out(y.as_mut_ptr());
     let order = match (x, w) {
         (Elements::F32(_), Elements::BF16(_)) => Order::Pairs {

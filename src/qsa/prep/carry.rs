@@ -1,6 +1,7 @@
 //! What a call needs besides the rows of its chunk: norm weights, positions, and what the chunk before left.
 
 use super::geometry::{refuse_tracked, BLOCK, HEAD_DIM, INDEX_DIM, MOST_TOKENS, NAME, ROPE_DIM};
+use crate::memory;
 use candle::{bail, DType, Device, Result, Tensor};
 
 /// Base of the rotary frequencies.
@@ -88,7 +89,7 @@ impl QsaChunk {
             .collect();
         // A block that the chunk completes may have begun before it.
         let first = pos0 - pos0 % BLOCK;
-        let mut angles = vec![0f32; (end - first) * ROPE_DIM];
+        let mut angles = memory::zeros(NAME, "angles", (end - first) * ROPE_DIM)?;
         for (position, row) in (first..end).zip(angles.chunks_exact_mut(ROPE_DIM)) {
             let (cosines, sines) = row.split_at_mut(pairs);
             for ((cos, sin), frequency) in cosines.iter_mut().zip(sines).zip(&frequencies) {

@@ -9,6 +9,7 @@ use super::geometry::{
     PrepGeometry, RowsView, BLOCK, GROUP, HEADS, HEAD_DIM, INDEX_DIM, INDEX_HEADS, KV_HEADS, NAME,
     Q_HEAD_ROWS, ROPE_DIM,
 };
+use crate::memory;
 use candle::{bail, CpuStorage, DType, Result, Storage};
 use half::f16;
 use rayon::prelude::*;
@@ -20,8 +21,8 @@ const MIN_TOKENS: usize = 8;
 /// The outputs of [`PrepGeometry::outputs`], in its order.
 pub(super) fn run(g: &PrepGeometry, operands: &[&Storage]) -> Result<Vec<Storage>> {
     let made = match g.q.dtype {
-        DType::F16 => Call::<f16>::new(g, operands)?.run(Isa::best()),
-        _ => Call::<f32>::new(g, operands)?.run(Isa::best()),
+        DType::F16 => Call::<f16>::new(g, operands)?.run(Isa::best())?,
+        _ => Call::<f32>::new(g, operands)?.run(Isa::best())?,
     };
     Ok(made.into_iter().map(Storage::Cpu).collect())
 }
@@ -72,10 +73,10 @@ impl<'a, Q: Query> Call<'a, Q> {
         })
     }
 
-    fn run(&self, isa: Isa) -> Vec<CpuStorage> {
+    fn run(&self, isa: Isa) -> Result<Vec<CpuStorage>> {
         let g = self.g;
         let q_width = HEADS * Q_HEAD_ROWS;
-        let mut qcur = vec![Q::ZERO; g.tokens * HEADS * HEAD_DIM];
+        let mut qcur = memory::zeros::<Q>(NAME, "qcur", g.tokens * HEADS * HEAD_DIM)?;
         each_token(&mut qcur, HEADS * HEAD_DIM, |token, to| {
             isa.run(Queries {
                 from: row(self.q, &g.q, token, q_width),
@@ -84,9 +85,9 @@ impl<'a, Q: Query> Call<'a, Q> {
                 to,
             });
         });
-        let (kq, ksc) = self.coded(isa, self.k, &g.k, Some(self.g_k));
-        let (vq, vsc) = self.coded(isa, self.v, &g.v, None);
-        let (pooled, state) = self.pooled(isa);
+        let (kq, ksc) = self.coded(isa, self.k, &g.k, Some(self.g_k))?;
+        let (vq, vsc) = self.coded(isa, self.v, &g.v, None)?;
+        let (pooled, state) = self.pooled(isa)?;
         let mut made = vec![
             Q::into_storage(qcur),
             CpuStorage::U8(kq),
@@ -98,7 +99,7 @@ impl<'a, Q: Query> Call<'a, Q> {
         ];
         if let Some((rows, iq)) = self.iq {
             let width = INDEX_HEADS * INDEX_DIM;
-            let mut qidx = vec![0f32; g.tokens * width];
+            let mut qidx = memory::zeros::<f32>(NAME, "qidx", g.tokens * width)?;
             each_token(&mut qidx, width, |token, to| {
                 isa.run(Indexed {
                     from: row(iq, rows, token, width),
@@ -109,7 +110,7 @@ impl<'a, Q: Query> Call<'a, Q> {
             });
             made.push(CpuStorage::F32(qidx));
         }
-        made
+        Ok(made)
     }
 
     /// The angles of a token of the chunk.
@@ -123,10 +124,10 @@ impl<'a, Q: Query> Call<'a, Q> {
         from: &[f32],
         rows: &RowsView,
         weight: Option<&[f32]>,
-    ) -> (Vec<u8>, Vec<f16>) {
+    ) -> Result<(Vec<u8>, Vec<f16>)> {
         const WIDTH: usize = KV_HEADS * HEAD_DIM;
-        let mut codes = vec![0u8; self.g.tokens * WIDTH];
-        let mut scales = vec![f16::ZERO; self.g.tokens * WIDTH / GROUP];
+        let mut codes = memory::zeros::<u8>(NAME, "codes", self.g.tokens * WIDTH)?;
+        let mut scales = memory::zeros::<f16>(NAME, "scales", self.g.tokens * WIDTH / GROUP)?;
         codes
             .par_chunks_exact_mut(WIDTH)
             .zip(scales.par_chunks_exact_mut(WIDTH / GROUP))
@@ -140,11 +141,11 @@ impl<'a, Q: Query> Call<'a, Q> {
                     scales,
                 });
             });
-        (codes, scales)
+        Ok((codes, scales))
     }
 
     /// The rows of the blocks that the chunk completes, the dead row, and the new state.
-    fn pooled(&self, isa: Isa) -> (Vec<f32>, Vec<f32>) {
+    fn pooled(&self, isa: Isa) -> Result<(Vec<f32>, Vec<f32>)> {
         let g = self.g;
         let dead_row = g.blocks() * INDEX_DIM;
         let indexed = |from: &[f32], position: usize, to: &mut [f32]| {
@@ -155,7 +156,7 @@ impl<'a, Q: Query> Call<'a, Q> {
                 to,
             });
         };
-        let mut pooled = vec![0f32; dead_row + INDEX_DIM];
+        let mut pooled = memory::zeros::<f32>(NAME, "pooled", dead_row + INDEX_DIM)?;
         let (complete, dead) = pooled.split_at_mut(dead_row);
         each_token(complete, INDEX_DIM, |block, to| {
             let mut mean = [0f32; INDEX_DIM];
@@ -179,7 +180,7 @@ impl<'a, Q: Query> Call<'a, Q> {
             slot.copy_from_slice(self.member(token));
         }
         new_dead.copy_from_slice(dead);
-        (pooled, state)
+        Ok((pooled, state))
     }
 
     /// The ik of a token, counted from the first of the block in which the chunk begins.

@@ -203,8 +203,7 @@ impl Work for Indexed<'_> {
 }
 
 /// A type of q and qcur.
-pub(super) trait Query: Held + Copy + Send + Sync {
-    const ZERO: Self;
+pub(super) trait Query: Held + Copy + Default + Send + Sync {
     fn load(from: &[Self]) -> Row<{ HEAD_DIM / LANES }>;
     /// Rounded once, to nearest even.
     fn store(row: &Row<{ HEAD_DIM / LANES }>, to: &mut [Self]);
@@ -212,8 +211,6 @@ pub(super) trait Query: Held + Copy + Send + Sync {
 }
 
 impl Query for f32 {
-    const ZERO: Self = 0.0;
-
     #[inline(always)]
     fn load(from: &[Self]) -> Row<{ HEAD_DIM / LANES }> {
         load(from)
@@ -230,8 +227,6 @@ impl Query for f32 {
 }
 
 impl Query for f16 {
-    const ZERO: Self = f16::ZERO;
-
     #[inline(always)]
     fn load(from: &[Self]) -> Row<{ HEAD_DIM / LANES }> {
         let mut row = [[0.0; LANES]; HEAD_DIM / LANES];
