@@ -58,6 +58,12 @@ fn weights_are_what_is_given_or_every_tensor_in_its_type() {
         .sum();
     let whole = MemoryPlan::new(&config, &demand);
     assert_eq!(whole.weights, 4 * elements as u64);
+    demand.weight_bytes = Some(u64::MAX);
+    assert_eq!(MemoryPlan::new(&config, &demand).total(), u64::MAX);
+    assert_eq!(
+        MemoryPlan::largest_context(&config, &demand, u64::MAX - 1),
+        None
+    );
     demand.weight_bytes = Some(12_345);
     let given = MemoryPlan::new(&config, &demand);
     assert_eq!(given.weights, 12_345);

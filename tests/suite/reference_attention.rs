@@ -182,3 +182,26 @@ fn shapes_that_do_not_fit_are_refused() {
         .collect();
     insta::assert_snapshot!(errors.join("\n"));
 }
+
+#[test]
+fn no_heads_no_dimension_and_positions_past_64_bits_are_refused() {
+    let t = |shape: (usize, usize, usize, usize)| {
+        Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap()
+    };
+    let (q, kv) = (t((1, 4, 3, 8)), t((1, 2, 9, 8)));
+    let at = |first_query, first_key| {
+        let visible = Visible::Causal {
+            first_query,
+            first_key,
+            window: None,
+        };
+        message(attention(&q, &kv, &kv, 1.0, visible).unwrap_err())
+    };
+    let none = attention(&t((1, 0, 3, 8)), &kv, &kv, 1.0, Visible::All);
+    insta::assert_snapshot!(message(none.unwrap_err()), @"reference attention: q is [1, 0, 3, 8], want a batch, a head and a dimension at least");
+    let empty = t((1, 2, 3, 0));
+    let none = attention(&empty, &empty, &empty, 1.0, Visible::All);
+    insta::assert_snapshot!(message(none.unwrap_err()), @"reference attention: q is [1, 2, 3, 0], want a batch, a head and a dimension at least");
+    insta::assert_snapshot!(at(usize::MAX - 2, 0), @"reference attention: 3 rows of q from position 18446744073709551613 on pass the 64-bit range");
+    insta::assert_snapshot!(at(0, usize::MAX), @"reference attention: 9 rows of k from position 18446744073709551615 on pass the 64-bit range");
+}

@@ -1,5 +1,6 @@
 //! Rotary tables: which pairs turn, how fast, and that no position is lost to rounding.
 
+use crate::common::message;
 use candle::{DType, Device, Tensor};
 use gem::models::gemma4::{Rope, RopeConfig};
 
@@ -154,4 +155,14 @@ fn a_factor_divides_every_frequency() {
     for (a, b) in stretched.inv_freq().iter().zip(full().inv_freq()) {
         assert_eq!(*a, b / 8.0);
     }
+}
+
+#[test]
+fn positions_that_no_number_or_memory_holds_are_an_error() {
+    let refused = |start, len| message(full().cos_sin(start, len, &Device::Cpu).unwrap_err());
+    insta::assert_snapshot!(refused(0, usize::MAX), @"rope: 18446744073709551615 positions of 256 pairs would take 18889465931478580853760 bytes, which passes the 64-bit address range");
+    insta::assert_snapshot!(refused(0, 1 << 44), @"rope: no memory for 17592186044416 positions of 256 pairs, which would take 18014398509481984 bytes");
+    insta::assert_snapshot!(refused(usize::MAX, 1), @"rope: 1 positions from 18446744073709551615 on pass the 64-bit range");
+    let (cos, _) = full().cos_sin(usize::MAX - 1, 1, &Device::Cpu).unwrap();
+    assert_eq!(cos.dims(), [1, 256]);
 }

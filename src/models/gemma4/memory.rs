@@ -69,12 +69,16 @@ impl MemoryPlan {
 
     /// All of it.
     pub fn total(&self) -> u64 {
-        self.weights
-            + self.sliding_caches
-            + self.marks
-            + self.full_caches
-            + self.rotary_tables
-            + self.activations
+        [
+            self.weights,
+            self.sliding_caches,
+            self.marks,
+            self.full_caches,
+            self.rotary_tables,
+            self.activations,
+        ]
+        .into_iter()
+        .fold(0, u64::saturating_add)
     }
 
     /// The largest context, up to the model's own, whose total is at most `limit` bytes; `None` if not even one token fits.

@@ -5,7 +5,8 @@
 
 use super::config::RopeConfig;
 use crate::attention::{cos_sin, RotaryTables};
-use candle::{Device, Result, Tensor};
+use crate::memory;
+use candle::{bail, Device, Result, Tensor};
 
 /// What one forward pass knows of the positions in the layers of one [`Rope`].
 #[derive(Debug)]
@@ -44,15 +45,24 @@ impl Rope {
     }
 
     /// Cosines and sines of positions `start..start + len`: two f32 tensors `(len, head_dim / 2)`.
+    ///
+    /// # Errors
+    ///
+    /// Positions past 64 bits, or more than there is memory for.
     pub fn cos_sin(&self, start: usize, len: usize, device: &Device) -> Result<(Tensor, Tensor)> {
         let pairs = self.inv_freq.len();
-        let mut cos = Vec::with_capacity(len * pairs);
-        let mut sin = Vec::with_capacity(len * pairs);
-        for position in start..start + len {
-            for &frequency in &self.inv_freq {
-                let (c, s) = cos_sin(position, frequency);
-                cos.push(c);
-                sin.push(s);
+        let Some(end) = start.checked_add(len) else {
+            bail!("rope: {len} positions from {start} on pass the 64-bit range");
+        };
+        let what = format_args!("{len} positions of {pairs} pairs");
+        let elements = memory::addressable("rope", what, &[len, pairs], 4)?;
+        let mut cos = memory::zeros("rope", what, elements)?;
+        let mut sin = memory::zeros("rope", what, elements)?;
+        let rows = cos.chunks_exact_mut(pairs.max(1));
+        for (position, (cos, sin)) in (start..end).zip(rows.zip(sin.chunks_exact_mut(pairs.max(1))))
+        {
+            for ((cos, sin), &frequency) in cos.iter_mut().zip(sin).zip(&self.inv_freq) {
+                (*cos, *sin) = cos_sin(position, frequency);
             }
         }
         Ok((
