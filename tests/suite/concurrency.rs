@@ -107,6 +107,46 @@ fn every_op_gives_the_same_bits_on_one_two_and_seven_threads() -> Result<()> {
     Ok(())
 }
 
+/// At lengths of many partitions: what is cut by the length must not be cut by the threads.
+#[test]
+fn long_caches_give_the_same_bits_on_one_two_and_seven_threads() -> Result<()> {
+    const LONGEST: usize = 20_000;
+    let cache = normal(1, (1, 1, LONGEST, 512), DType::BF16)?;
+    let tables = RotaryTables::new(&[1.0, 0.01], LONGEST, &Device::Cpu)?;
+    let keys = RotaryKeys::new(&normal(2, 512, DType::F32)?, &tables)?;
+    let pools = [1, 2, 7].map(|threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+        (threads, pool.expect("a pool"))
+    });
+    for kv_len in [8_192, LONGEST] {
+        let (k, v) = (
+            cache.narrow(2, 0, kv_len)?,
+            cache.narrow(2, LONGEST - kv_len, kv_len)?,
+        );
+        for q_len in [1, 9] {
+            let q = normal(3, (1, 8, q_len, 512), DType::F32)?;
+            let all = || -> Result<[Vec<u8>; 4]> {
+                let states = AttentionD512::new(0.05).partials(&q, &k, &v)?;
+                Ok([
+                    bytes(&attention_d512(&q, &k, &v, 0.05)?),
+                    bytes(&attention_d512_shared_kv(&q, &v, &keys, 0.05)?),
+                    bytes(states.numerator()),
+                    bytes(&states.finish(DType::F32)?),
+                ])
+            };
+            let [one, two, seven] = pools.each_ref().map(|(_, pool)| pool.install(all));
+            let one = one?;
+            for (threads, other) in [(2, two?), (7, seven?)] {
+                assert!(
+                    other == one,
+                    "{threads} threads, {q_len} rows over {kv_len} keys"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
 /// The whole program, candle's own products among it.
 #[test]
 fn the_program_says_the_same_on_one_two_and_seven_threads() {
