@@ -2,8 +2,10 @@
 
 use candle::{DType, Device, Result, Tensor};
 use gem::attention::geometry::element_offset;
-use gem::attention::AttentionGeometry;
-use gem::attention_d512;
+use gem::attention::{AttentionGeometry, RotaryKeys, RotaryTables};
+use gem::{attention_d512, attention_d512_shared_kv, FusedProjection};
+use half::bf16;
+use half::vec::HalfBitsVecExt;
 
 use crate::attention_support::{bits, flat, inputs, normal, refusal, SCALE};
 
@@ -165,6 +167,47 @@ fn a_layout_that_passes_64_bits_is_refused_before_anything_is_read() {
         refusal(new(usize::MAX / 2)),
         @"attention_d512: k of shape [1, 1, 4, 512] with strides [0, 0, 9223372036854775807, 1] passes the 64-bit address range"
     );
+}
+
+/// The same report, with a storage of more than 2^32 elements: 8.6 GB of addresses, of which the last pages alone are touched.
+#[test]
+#[ignore = "8.6 GB of addresses; run with --ignored past_2_to_the_32"]
+fn views_past_2_to_the_32_elements_give_the_bits_of_copies() -> Result<()> {
+    const FIRST: usize = 1 << 32;
+    const ROWS: usize = 64;
+    // Zeros that nobody writes are pages that nobody has.
+    let mut values = vec![0u16; FIRST + ROWS * 512].reinterpret_into::<bf16>();
+    let tail = normal(1, (ROWS, 512), DType::BF16)?;
+    let tail = tail.flatten_all()?.to_vec1::<bf16>()?;
+    values[FIRST..].copy_from_slice(&tail);
+    let rows = values.len() / 512;
+    let all = Tensor::from_vec(values, (1, 1, rows, 512), &Device::Cpu)?;
+    let view = |first: usize, len: usize| all.narrow(2, rows - ROWS + first, len);
+    let (q, k, v) = (view(60, 4)?, view(1, 40)?, view(7, 40)?);
+    let copy =
+        |t: &Tensor| Tensor::from_vec(t.flatten_all()?.to_vec1::<bf16>()?, t.shape(), &Device::Cpu);
+    assert!(k.layout().start_offset() > u32::MAX as usize);
+    let (q2, k2, v2) = (copy(&q)?, copy(&k)?, copy(&v)?);
+    let want = bits_of(&q2, &k2, &v2)?;
+    assert!(flat(&attention_d512(&q2, &k2, &v2, SCALE)?)?
+        .iter()
+        .any(|x| *x != 0.0));
+    for (what, [q, k, v]) in [
+        ("q", [&q, &k2, &v2]),
+        ("k", [&q2, &k, &v2]),
+        ("v", [&q2, &k2, &v]),
+        ("all", [&q, &k, &v]),
+    ] {
+        assert_eq!(bits_of(q, k, v)?, want, "{what}");
+    }
+    let tables = RotaryTables::new(&[1.0, 0.5], 40, &Device::Cpu)?;
+    let keys = RotaryKeys::new(&normal(2, 512, DType::F32)?, &tables)?;
+    let shared = |q, v| bits(&attention_d512_shared_kv(q, v, &keys, SCALE)?);
+    assert_eq!(shared(&q, &v)?, shared(&q2, &v2)?);
+    let projection = FusedProjection::pack(&[("a", &k2.squeeze(0)?.squeeze(0)?)])?;
+    let projected = |xs| bits(projection.forward(xs)?.packed());
+    assert_eq!(projected(&v)?, projected(&v2)?);
+    Ok(())
 }
 
 #[test]
