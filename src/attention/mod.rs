@@ -65,7 +65,7 @@ const MOST_STATES: usize = 65_535;
 /// Everything that [`AttentionD512::check`] refuses (no key at all, fewer keys than query rows, a shape, dtype or stride
 /// that does not fit), and a device that there is no code for. There is no backward pass: training through it fails with
 /// candle's "backward not supported". As softmax does, a NaN or a score of
-/// +infinity makes the row NaN, and one of -infinity does not count unless all of them are; scores and sums of `p v` past the
+/// +infinity makes the row NaN, and one of -infinity does not count unless all of them are, which makes it NaN too; scores and sums of `p v` past the
 /// range of f32 are infinite.
 ///
 /// ```
@@ -173,7 +173,8 @@ impl AttentionD512 {
 
     /// The un-normalised states instead of their quotient: merge them with those of other keys, or finish them.
     ///
-    /// One state per partition and query row, so `4 * 514` bytes times `partitions * batch * q_heads * q_len`. Errors as
+    /// A row whose scores are all -infinity has the states of one that saw no key, and [finishes](AttentionPartials::finish) as 0, not
+    /// as the NaN of [`AttentionD512::forward`]. One state per partition and query row, so `4 * 514` bytes times `partitions * batch * q_heads * q_len`. Errors as
     /// [`AttentionD512::check`].
     pub fn partials(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionPartials> {
         let g = self.check(q, k, v)?;

@@ -54,6 +54,14 @@ fn keys_that_score_minus_infinity_do_not_count() -> Result<()> {
             flat(&out)?.iter().all(|x| x.is_nan()),
             "no key counts: softmax has no value"
         );
+        // The states of other keys may still come, so theirs are those of a row that saw none.
+        let states = AttentionD512::new(1.0)
+            .partitions(partitions)
+            .partials(&q, &k, &v)?;
+        assert!(flat(states.max())?.iter().all(|&x| x == EMPTY_MAX));
+        assert!(flat(&states.finish(DType::F32)?)?.iter().all(|&x| x == 0.0));
+        let sums = flat(&states.log_sum_exp()?)?;
+        assert!(sums.iter().all(|&x| x == f32::NEG_INFINITY));
     }
     Ok(())
 }

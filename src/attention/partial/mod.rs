@@ -20,7 +20,8 @@ pub const EMPTY_MAX: f32 = f32::MIN;
 ///
 /// All tensors are f32 and partition-major: `max` and `denominator` are `(partitions, batch, heads, q_len)`,
 /// `numerator` is `(partitions, batch, heads, q_len, dim)`, for any `dim`. The state of a row that saw no key is
-/// `max = EMPTY_MAX`, `denominator = 0`; its numerator is never read.
+/// `max = EMPTY_MAX`, `denominator = 0`; its numerator is never read. So is that of a row whose scores are all -infinity, since
+/// other keys may still count.
 ///
 /// ```
 /// use candle::{DType, Device, Tensor};
@@ -155,7 +156,9 @@ impl AttentionPartials {
     }
 
     /// `numerator / denominator` over all partitions, `(batch, heads, q_len, dim)` in `dtype` (f32, f16 or bf16).
-    /// A row that saw no key is exactly 0. Errors as [`AttentionPartials::merge`].
+    /// A row that saw no key is exactly 0, and so is one whose scores are all -infinity, where
+    /// [`attention_d512`](super::attention_d512), which knows that there were keys, gives NaN as softmax does: the states of both are the
+    /// same. Errors as [`AttentionPartials::merge`].
     pub fn finish(&self, dtype: DType) -> Result<Tensor> {
         if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
             bail!("attention_partials: cannot finish as {dtype:?}, want f32, f16 or bf16");
@@ -164,7 +167,7 @@ impl AttentionPartials {
     }
 
     /// Natural logarithm of the sum of `exp(score)` over all partitions, f32 `(batch, heads, q_len)`. A row that saw no
-    /// key is `-inf`. Errors as [`AttentionPartials::merge`].
+    /// key, or none that scored more than -infinity, is `-inf`. Errors as [`AttentionPartials::merge`].
     pub fn log_sum_exp(&self) -> Result<Tensor> {
         self.check_copies(&[&self.max, &self.denominator])?;
         self.max
