@@ -111,6 +111,31 @@ fn a_prompt_from_stdin_or_a_file_is_the_prompt_itself() {
     );
 }
 
+/// The first token of the story, once it is declared to end an answer, ends this one.
+#[test]
+fn a_stop_token_that_only_generation_config_declares_ends_an_answer() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+        std::fs::copy(trained_model().join(name), folder.path().join(name)).unwrap();
+    }
+    let run = |generation: &str| {
+        std::fs::write(folder.path().join("generation_config.json"), generation).unwrap();
+        let path = folder.path().to_str().unwrap();
+        let story = ["--prompt", "Once upon a time there was", "-n", "3"];
+        gemma4(&[&["--weight-files", path][..], &story].concat())
+    };
+    let out = run("{}");
+    assert!(out.stdout.starts_with(" a"), "{}", out.stdout);
+    assert!(out.stderr.contains("finish: length"), "{}", out.stderr);
+    let out = run(r#"{"eos_token_id": [1, 347]}"#);
+    assert_eq!(out.stdout.trim(), "");
+    assert!(
+        out.stderr.contains("finish: stop (token 347)"),
+        "{}",
+        out.stderr
+    );
+}
+
 #[test]
 fn the_same_seed_samples_the_same_text() {
     let sample = |seed| {
