@@ -11,6 +11,19 @@ fn refused(json: &[u8]) -> String {
     }
 }
 
+fn trained() -> Value {
+    let file = std::fs::read(trained_model().join("tokenizer.json")).unwrap();
+    serde_json::from_slice(&file).unwrap()
+}
+
+/// The trained model's, with one value in the place of another.
+fn with(pointer: &str, value: Value) -> Vec<u8> {
+    let mut json = trained();
+    let (at, key) = pointer.rsplit_once('/').unwrap();
+    json.pointer_mut(at).unwrap()[key] = value;
+    json.to_string().into_bytes()
+}
+
 /// The tokenizers crate panics at JSON that breaks off or is none inside of a decoder; found by fuzzing.
 #[test]
 fn damage_is_an_error_even_where_the_tokenizers_crate_panics() {
@@ -19,19 +32,14 @@ fn damage_is_an_error_even_where_the_tokenizers_crate_panics() {
         refused(&decoder[..len]);
     }
     let text = refused(br#"{"decoder":{"type""#);
-    assert!(text.starts_with("it panicked: "), "{text}");
+    assert!(text.starts_with("EOF while parsing"), "{text}");
     refused(br#"{"decoder":{"type";"Fuse"}}"#);
 }
 
 #[test]
 fn tokenizers_that_cut_or_pad_or_are_of_another_kind_are_refused() {
-    let file = std::fs::read(trained_model().join("tokenizer.json")).unwrap();
-    assert!(read_tokenizer(&file).is_ok());
-    let with = |key: &str, value: Value| {
-        let mut json: Value = serde_json::from_slice(&file).unwrap();
-        json[key] = value;
-        refused(json.to_string().as_bytes())
-    };
+    assert!(read_tokenizer(trained().to_string().as_bytes()).is_ok());
+    let with = |key: &str, value| refused(&with(&format!("/{key}"), value));
     let truncation =
         json!({"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0});
     assert_eq!(
@@ -49,6 +57,75 @@ fn tokenizers_that_cut_or_pad_or_are_of_another_kind_are_refused() {
     let words = json!({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"});
     assert_eq!(
         with("model", words),
-        "the tokenizer's model is of another type, want BPE"
+        "the tokenizer's model is of type \"WordLevel\", want \"BPE\""
     );
+}
+
+/// Each would give other tokens than the file says, or others each time, without a word.
+#[test]
+fn what_would_change_tokens_without_a_word_is_refused() {
+    for none in [json!(0), json!(0.0), Value::Null] {
+        read_tokenizer(&with("/model/dropout", none)).unwrap();
+    }
+    assert_eq!(
+        refused(&with("/model/dropout", json!(0.9))),
+        "the tokenizer's model has `dropout` 0.9, want null: the same text would get other tokens each time"
+    );
+    let key = refused(&with("/model/lowercase", json!(true)));
+    assert!(key.starts_with("unknown field `lowercase`"), "{key}");
+    assert_eq!(
+        refused(&with("/model/unk_token", json!("<what>"))),
+        "the tokenizer's `unk_token` is \"<what>\", want a token"
+    );
+    // With a token for every byte there is nothing unknown.
+    let mut json = trained();
+    json["model"]["unk_token"] = Value::Null;
+    read_tokenizer(json.to_string().as_bytes()).unwrap();
+    let mut without_fallback = json.clone();
+    without_fallback["model"]["byte_fallback"] = json!(false);
+    json["model"]["vocab"]
+        .as_object_mut()
+        .unwrap()
+        .remove("<0xFF>");
+    for json in [json, without_fallback] {
+        assert_eq!(refused(json.to_string().as_bytes()), "the tokenizer has no `unk_token` and not a token for every byte: other characters would be left out");
+    }
+    assert_eq!(
+        refused(&with("/added_tokens/1/id", json!(77))),
+        "the tokenizer's added token \"<eos>\" is to be 77, but the model makes it Some(1)"
+    );
+    let (first, second) = ("\u{2581}t", "he");
+    let id = trained()["model"]["vocab"][first].clone();
+    let twice = refused(&with(&format!("/model/vocab/{second}"), id.clone()));
+    let want = format!("the tokenizer has two tokens of id {id}, one of them ");
+    assert!(twice.starts_with(&want), "{twice}");
+    let again =
+        json!([{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]);
+    assert_eq!(
+        refused(&with("/post_processor/single", again)),
+        "the tokenizer's post_processor makes 2 tokens of one, want only special ones added"
+    );
+}
+
+#[test]
+fn a_key_that_is_there_twice_is_refused() {
+    let text = trained().to_string();
+    for (at, twin, want) in [
+        ("{", r#""model":null,"#, "duplicate field `model`"),
+        ("{", r#""normalizer":null,"#, "duplicate field `normalizer`"),
+        (
+            r#""model":{"#,
+            r#""dropout":null,"#,
+            "duplicate field `dropout`",
+        ),
+        (r#""vocab":{"#, r#""<eos>":1,"#, "\"<eos>\" is there twice"),
+        (
+            r#""normalizer":{"#,
+            r#""content":"x","#,
+            "\"content\" is there twice",
+        ),
+    ] {
+        let error = refused(text.replacen(at, &format!("{at}{twin}"), 1).as_bytes());
+        assert!(error.starts_with(want), "want {want}: {error}");
+    }
 }
