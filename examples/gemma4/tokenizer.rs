@@ -1,5 +1,8 @@
 //! A checkpoint's tokenizer, which must make the same tokens of a text every time, and of all of it.
 
+#[path = "growth.rs"]
+mod growth;
+
 use crate::guard::guarded;
 use anyhow::{anyhow, bail, Result};
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -18,14 +21,11 @@ struct File<Part, Added, Vocab, Merges> {
     truncation: Option<Part>,
     padding: Option<Part>,
     added_tokens: Option<Added>,
-    #[serde(rename = "normalizer")]
-    _normalizer: Option<Part>,
-    #[serde(rename = "pre_tokenizer")]
-    _pre_tokenizer: Option<Part>,
+    normalizer: Option<Part>,
+    pre_tokenizer: Option<Part>,
     #[serde(rename = "post_processor")]
     _post_processor: Option<Part>,
-    #[serde(rename = "decoder")]
-    _decoder: Option<Part>,
+    decoder: Option<Part>,
     model: Bpe<Part, Vocab, Merges>,
 }
 
@@ -69,7 +69,8 @@ struct Added {
 /// # Errors
 ///
 /// What the tokenizers crate refuses or panics at; a model other than Gemma's BPE; truncation, padding or dropout, which would
-/// change a prompt without a word, as would an added token that is not at its id, or a character that no token stands for; keys that are there twice.
+/// change a prompt without a word, as would an added token that is not at its id, or a character that no token stands for; parts
+/// that may make a text much longer; keys that are there twice.
 pub fn read_tokenizer(json: &[u8]) -> Result<Tokenizer> {
     serde_json::from_slice::<Bounded>(json)?;
     let told = serde_json::from_slice::<Told>(json)?;
@@ -93,6 +94,15 @@ fn check_told(told: &Told) -> Result<()> {
     match &told.model.dropout {
         Some(dropout) if dropout.as_f64() != Some(0.0) => bail!("the tokenizer's model has `dropout` {dropout}, want null: the same text would get other tokens each time"),
         _ => {}
+    }
+    for (place, part) in [
+        (growth::NORMALIZER, &told.normalizer),
+        (growth::PRE_TOKENIZER, &told.pre_tokenizer),
+        (growth::DECODER, &told.decoder),
+    ] {
+        if let Some(part) = part {
+            place.check(part)?;
+        }
     }
     Ok(())
 }

@@ -129,3 +129,117 @@ fn a_key_that_is_there_twice_is_refused() {
         assert!(error.starts_with(want), "want {want}: {error}");
     }
 }
+
+/// A prompt of a few bytes would become gigabytes, or go on without end.
+#[test]
+fn parts_that_make_a_text_much_longer_are_refused() {
+    let sequence = |list: &str, parts: Vec<Value>| json!({"type": "Sequence", list: parts});
+    let replace = |pattern: &str, content: &str| json!({"type": "Replace", "pattern": {"String": pattern}, "content": content});
+    let regex = |content: &str| json!({"type": "Replace", "pattern": {"Regex": "(a*)*b"}, "content": content});
+    let strip = |stop| json!({"type": "Strip", "content": " ", "start": 1, "stop": stop});
+    let prepend = json!({"type": "Prepend", "prepend": "x"});
+    let fifty = "x".repeat(50);
+    let mut grown = vec![prepend.clone()];
+    grown.extend((0..6).map(|_| replace("x", &fifty)));
+    let times = |list, part: &Value, n| sequence(list, vec![part.clone(); n]);
+    for (place, part) in [
+        (
+            "normalizer",
+            sequence("normalizers", vec![prepend.clone(), replace("x", &fifty)]),
+        ),
+        ("normalizer", replace(" ", "\u{2581}")),
+        ("normalizer", regex("")),
+        ("normalizer", json!({"type": "NFKC"})),
+        ("normalizer", times("normalizers", &replace("xx", "yy"), 63)),
+        (
+            "pre_tokenizer",
+            json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true}),
+        ),
+        (
+            "decoder",
+            sequence(
+                "decoders",
+                vec![
+                    replace("\u{2581}", " "),
+                    json!({"type": "ByteFallback"}),
+                    json!({"type": "Fuse"}),
+                    strip(0),
+                ],
+            ),
+        ),
+    ] {
+        let taken = read_tokenizer(&with(&format!("/{place}"), part.clone()));
+        assert!(taken.is_ok(), "{part}: {}", taken.err().unwrap());
+    }
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    for (place, part, want) in [
+        (
+            "normalizer",
+            sequence("normalizers", grown),
+            "has up to 15625000000 bytes for each of a text, want at most 64",
+        ),
+        (
+            "normalizer",
+            replace("", &fifty),
+            "has a Replace of the pattern \"\", want one that is not empty",
+        ),
+        (
+            "normalizer",
+            replace("x", &"y".repeat(65)),
+            "has up to 65 bytes for each of a text, want at most 64",
+        ),
+        (
+            "normalizer",
+            regex("x"),
+            "has a Replace of the pattern {\"Regex\":\"(a*)*b\"} by text, want a String",
+        ),
+        (
+            "normalizer",
+            json!({"type": "Prepend", "prepend": "x".repeat(5000)}),
+            "has up to 5000 bytes before a text, want at most 4096",
+        ),
+        (
+            "normalizer",
+            times("normalizers", &replace("x", "y"), 64),
+            "has up to 65 parts, want at most 64",
+        ),
+        (
+            "normalizer",
+            times("normalizers", &byte_level, 40),
+            "bytes for each of a text, want at most 64",
+        ),
+        (
+            "normalizer",
+            json!({"type": "Precompiled", "precompiled_charsmap": ""}),
+            "has a \"Precompiled\", which is not implemented",
+        ),
+        ("normalizer", json!({"content": "x"}), "has no `type`"),
+        (
+            "pre_tokenizer",
+            times("pretokenizers", &byte_level, 40),
+            "bytes for each of a text, want at most 64",
+        ),
+        (
+            "decoder",
+            times("decoders", &replace("x", &fifty), 6),
+            "has up to 15625000000 bytes for each of a text, want at most 64",
+        ),
+        (
+            "decoder",
+            replace("", "x"),
+            "has a Replace of the pattern \"\"",
+        ),
+        ("decoder", strip(1), "has a Strip with `stop` 1, want 0"),
+        (
+            "decoder",
+            json!({"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": true}),
+            "has a \"CTC\", which is not implemented",
+        ),
+    ] {
+        let error = refused(&with(&format!("/{place}"), part));
+        assert!(
+            error.starts_with(&format!("the tokenizer's {place} ")) && error.contains(want),
+            "want {want}: {error}"
+        );
+    }
+}
