@@ -1,7 +1,7 @@
 //! Both dialects of `config.json` resolve to the same layers, and what the graph does not compute is refused by name.
 
 use crate::common::message;
-use gem::models::gemma4::{Config, LayerKind};
+use gem::models::gemma4::{Config, LayerKind, StopTokens};
 use serde_json::{json, Value};
 
 /// The text part of the published 31B configuration.
@@ -293,4 +293,29 @@ fn damaged_layers_and_files_are_refused_by_name() {
         })
         .collect();
     insta::assert_snapshot!(errors.join("\n"));
+}
+
+/// The last of the two counted, and gave another text.
+#[test]
+fn a_key_that_is_there_twice_is_refused() {
+    let nested = nested(text_31b()).to_string();
+    for (at, twin) in [
+        ("{", r#""model_type":"gemma4","#),
+        (r#""text_config":{"#, r#""sliding_window":3,"#),
+        (r#""full_attention":{"#, r#""rope_theta":1.0,"#),
+        (r#""full_attention":{"#, r#""rope_theta":null,"#),
+    ] {
+        let text = nested.replacen(at, &format!("{at}{twin}"), 1);
+        let error = message(Config::from_json(&text).unwrap_err());
+        let (key, _) = twin.split_once(':').unwrap();
+        let want = format!("gemma4 config: {key} is there twice at line 1 ");
+        assert!(error.starts_with(&want), "want {want}: {error}");
+    }
+    let config = parse(&text_31b()).unwrap();
+    let generation = r#"{"eos_token_id":[1],"eos_token_id":[2]}"#;
+    let error = message(StopTokens::new(&config, Some(generation)).unwrap_err());
+    assert_eq!(
+        error,
+        "gemma4 config: \"eos_token_id\" is there twice at line 1 column 34"
+    );
 }

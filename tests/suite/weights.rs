@@ -246,6 +246,30 @@ fn a_header_that_lies_is_refused_by_name() {
     assert_snapshot!(refused_bytes(b"GGUF\x03\0\0\0 and then anything"), @"weights: [dir]/model.safetensors: no safetensors file, its header should have 14064895815 bytes");
 }
 
+/// The safetensors crate takes the last, and serde_json the last file that an index gives.
+#[test]
+fn a_name_that_is_there_twice_is_refused() {
+    let norm = r#""model.norm.weight":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]}"#;
+    let header = format!("{{{norm},{norm}}}");
+    assert_snapshot!(refused_bytes(&safetensors_bytes(&header, &[0; 8])), @"");
+    let metadata = r#""__metadata__":{}"#;
+    let header = format!("{{{metadata},{norm},{metadata}}}");
+    assert_snapshot!(refused_bytes(&safetensors_bytes(&header, &[0; 8])), @"");
+    let dir = tempfile::tempdir().unwrap();
+    let norm = r#""model.norm.weight":"a.safetensors""#;
+    for index in [
+        format!(r#"{{"weight_map":{{{norm},{norm}}}}}"#),
+        format!(r#"{{"weight_map":{{{norm}}},"weight_map":{{{norm}}}}}"#),
+    ] {
+        std::fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
+        let text = refused(Weights::open_dir(dir.path()), dir.path());
+        assert!(
+            text.contains("is there twice") || text.contains("duplicate field `weight_map`"),
+            "{text}"
+        );
+    }
+}
+
 #[test]
 fn a_name_in_two_files_is_refused() {
     let dir = tempfile::tempdir().unwrap();

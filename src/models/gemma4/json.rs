@@ -1,5 +1,6 @@
 //! Values of a JSON file by name, with errors that say which name, what it holds and what is wanted.
 
+use super::strict::Strict;
 use candle::{bail, Result};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -9,8 +10,9 @@ const LARGEST_DIM: usize = 1 << 24;
 
 pub(super) fn object(text: &str) -> Result<Map<String, Value>> {
     match serde_json::from_str(text) {
-        Ok(Value::Object(root)) => Ok(root),
-        Ok(other) => bail!("gemma4 config: want a JSON object, got {}", shown(&other)),
+        Ok(Strict(Value::Object(root))) => Ok(root),
+        Ok(Strict(other)) => bail!("gemma4 config: want a JSON object, got {}", shown(&other)),
+        Err(e) if e.is_data() => bail!("gemma4 config: {e}"),
         Err(e) => bail!("gemma4 config: not JSON: {e}"),
     }
 }

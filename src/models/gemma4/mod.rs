@@ -17,6 +17,7 @@ mod norm;
 mod path;
 mod rope;
 mod source;
+mod strict;
 mod weights;
 
 pub use cache::Cache;

@@ -1,7 +1,11 @@
-//! What is wrong with a file that does not open, said of a tensor: candle's error for a truncated file names none.
+//! What is wrong with a file, said of a tensor: candle's error for a truncated file names none, and of two tensors of one name
+//! it takes the last.
 
+use super::super::strict;
 use safetensors::tensor::TensorInfo;
-use serde_json::{Map, Value};
+use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
+use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
@@ -15,7 +19,34 @@ pub(super) fn find(path: &Path) -> Option<String> {
     }
 }
 
-type Header = Map<String, Value>;
+/// Tensors by name; `None` for the metadata, which has the place of one.
+struct Header(BTreeMap<String, Option<TensorInfo>>);
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Entries;
+
+        impl<'de> Visitor<'de> for Entries {
+            type Value = Header;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, from: A) -> Result<Header, A::Error> {
+                let entries = strict::fields(from, |name, from| match name {
+                    "__metadata__" => from.next_value::<IgnoredAny>().map(|_| None),
+                    _ => from
+                        .next_value()
+                        .map_err(|error| A::Error::custom(format!("{name}: {error}"))),
+                });
+                entries.map(Header)
+            }
+        }
+
+        from.deserialize_map(Entries)
+    }
+}
 
 /// The header, and how many bytes of data follow it.
 fn read_header(path: &Path) -> io::Result<Result<(Header, u64), String>> {
@@ -43,19 +74,16 @@ fn read_header(path: &Path) -> io::Result<Result<(Header, u64), String>> {
     file.take(header_len).read_to_end(&mut header)?;
     Ok(match serde_json::from_slice(&header) {
         Ok(header) => Ok((header, len - 8 - header_len)),
+        Err(error) if error.is_data() => Err(error.to_string()),
         Err(error) => Err(format!("its header is not JSON: {error}")),
     })
 }
 
-fn find_in_header(mut header: Header, data_len: u64) -> Option<String> {
-    header.remove("__metadata__");
-    let mut tensors = Vec::new();
-    for (name, info) in header {
-        match serde_json::from_value::<TensorInfo>(info) {
-            Ok(info) => tensors.push((name, info)),
-            Err(error) => return Some(format!("{name}: {error}")),
-        }
-    }
+fn find_in_header(Header(entries): Header, data_len: u64) -> Option<String> {
+    let entries = entries.into_iter();
+    let mut tensors: Vec<_> = entries
+        .filter_map(|(name, info)| Some((name, info?)))
+        .collect();
     tensors.sort_by_key(|(_, info)| info.data_offsets);
     let mut at = 0;
     for (name, info) in tensors {

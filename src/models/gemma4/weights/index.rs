@@ -1,6 +1,6 @@
 //! `model.safetensors.index.json`: which shard holds which tensor.
 
-use super::super::file;
+use super::super::{file, strict::Object};
 use super::{refuse, Shard, Weights};
 use candle::{bail, Result};
 use serde::Deserialize;
@@ -13,13 +13,13 @@ pub(super) const FILE: &str = "model.safetensors.index.json";
 #[derive(Deserialize)]
 struct Index {
     /// Tensor to file name.
-    weight_map: BTreeMap<String, String>,
+    weight_map: Object<String>,
 }
 
 /// Opens the shards that the index names, and checks that it and they agree on every tensor. A shard without a tensor of the
 /// text decoder may be left out of the folder.
 pub(super) fn open_shards(index: &Path) -> Result<Vec<Shard>> {
-    let weight_map = read(index)?.weight_map;
+    let weight_map = read(index)?;
     let wanted: BTreeSet<&String> = weight_map
         .iter()
         .filter(|(tensor, _)| Weights::wants(tensor))
@@ -103,7 +103,7 @@ fn shards_beside(index: &Path) -> Result<BTreeSet<String>> {
     Ok(names.filter(shard).collect())
 }
 
-fn read(index: &Path) -> Result<Index> {
+fn read(index: &Path) -> Result<BTreeMap<String, String>> {
     let place = index.display();
     if let Some(fault) = file::fault(index, file::LARGEST_INDEX) {
         bail!("weights: {place}: {fault}")
@@ -112,8 +112,8 @@ fn read(index: &Path) -> Result<Index> {
         Ok(text) => serde_json::from_slice::<Index>(&text),
         Err(error) => bail!("weights: {place}: {error}"),
     };
-    match parsed {
-        Ok(parsed) if !parsed.weight_map.is_empty() => Ok(parsed),
+    match parsed.map(|index| index.weight_map.0) {
+        Ok(weight_map) if !weight_map.is_empty() => Ok(weight_map),
         Ok(_) => bail!("weights: {place}: weight_map lists no tensor"),
         Err(error) => bail!("weights: {place}: {error}"),
     }

@@ -27,13 +27,13 @@ impl Shard {
         if let Some(fault) = file::fault(path, u64::MAX) {
             bail!("weights: {}: {fault}", path.display())
         }
+        if let Some(fault) = fault::find(path) {
+            bail!("weights: {}: {fault}", path.display())
+        }
         // SAFETY: the mapping is sound while the file is left as it is, which `Weights` asks of its user.
         let map = match unsafe { MmapedSafetensors::new(path) } {
             Ok(map) => map,
-            Err(error) => {
-                let fault = fault::find(path).unwrap_or_else(|| error.to_string());
-                bail!("weights: {}: {fault}", path.display())
-            }
+            Err(error) => bail!("weights: {}: {error}", path.display()),
         };
         let path = path.to_path_buf();
         Ok(Self { path, map })
