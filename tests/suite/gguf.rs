@@ -7,7 +7,7 @@ use crate::common::{message, trained_model};
 use crate::example_chat::{Encoder, Piece};
 use crate::example_quantize_convert::{encode, Plan};
 use crate::example_quantize_write::Meta;
-use crate::gguf_support::{altered, made, set, trained_model_with, try_altered, write};
+use crate::gguf_support::{altered, made, placed, set, trained_model_with, try_altered, write};
 use candle::quantized::{GgmlDType, QStorage, QTensor};
 use candle::{DType, Device, Result, Tensor};
 use gem::models::gemma4::{AttentionPath, Config, Gguf, Model, StopTokens, Weights};
@@ -57,6 +57,71 @@ fn the_config_and_the_logits_of_plain_types_are_those_of_the_checkpoint() {
                 assert_eq!(distance, 0.0, "{name} {stored:?} as {dtype:?}, {path}");
             }
         }
+    }
+}
+
+/// The format's default is 32.
+#[test]
+fn a_file_of_any_alignment_gives_the_same_logits() {
+    let dir = fixture_checkpoint(FIXTURES[0]);
+    let of = |gguf: &Gguf| {
+        let model = Model::from_gguf(gguf, DType::F32, &Device::Cpu).unwrap();
+        logits(&model, AttentionPath::Reference, 40)
+    };
+    let (_file, want) = made(dir.path(), GgmlDType::Q8_0);
+    for alignment in [1u32, 8, 32, 64, 4096, 65536] {
+        let next = std::cell::Cell::new(0usize);
+        let place = |_, _, bytes| {
+            // At an odd multiple, which no larger alignment allows.
+            let step = alignment as usize;
+            let start = (next.get().div_ceil(step) | 1) * step;
+            next.set(start + bytes);
+            start
+        };
+        let (_file, gguf) = placed(dir.path(), GgmlDType::Q8_0, alignment, place);
+        let gguf = gguf.unwrap();
+        gguf.check().unwrap();
+        assert_eq!(gguf.config(), want.config());
+        let distance = max_abs_diff(&of(&gguf), &of(&want)).unwrap();
+        assert_eq!(distance, 0.0, "alignment {alignment}");
+    }
+}
+
+#[test]
+fn tensors_that_overlap_are_refused_by_both_names() {
+    let dir = fixture_checkpoint(FIXTURES[0]);
+    let plan = Plan::new(dir.path(), GgmlDType::Q8_0).unwrap();
+    let number = |name| plan.tensors.iter().position(|t| t.name == name).unwrap();
+    let starts: Vec<usize> = plan
+        .tensors
+        .iter()
+        .scan(0, |at, tensor| {
+            let start = *at;
+            *at += tensor.bytes().next_multiple_of(32);
+            Some(start)
+        })
+        .collect();
+    let (up, gate) = (
+        number("blk.0.ffn_up.weight"),
+        number("blk.0.ffn_gate.weight"),
+    );
+    let (norm, embd) = (
+        number("blk.3.attn_norm.weight"),
+        number("token_embd.weight"),
+    );
+    // In the same place, and far inside of a larger one.
+    for (moved, onto, by) in [(gate, up, 0), (norm, embd, 64)] {
+        let place = |i, start, _| if i == moved { starts[onto] + by } else { start };
+        let (file, gguf) = placed(dir.path(), GgmlDType::Q8_0, 32, place);
+        let gguf = gguf.unwrap();
+        let error = message(gguf.check().unwrap_err());
+        let path = file.path().join("model.gguf").display().to_string();
+        let [moved, onto] = [moved, onto].map(|i| plan.tensors[i].name.as_str());
+        for want in [path.as_str(), moved, onto, "starts at byte", ", inside of "] {
+            assert!(error.contains(want), "want {want}: {error}");
+        }
+        assert!(!error.contains("faults"), "{error}");
+        Model::from_gguf(&gguf, DType::F32, &Device::Cpu).unwrap_err();
     }
 }
 

@@ -156,7 +156,7 @@ impl Gguf {
     /// # Errors
     ///
     /// One error for all that is wrong (the first eight in words): tensors that are missing, not of this model, of another
-    /// shape or past the end of the file; a type that there is no code for, with what to use instead; a quantized norm.
+    /// shape, past the end of the file or inside of another; a type that there is no code for, with what to use instead; a quantized norm.
     pub fn check(&self) -> Result<()> {
         let mut faults = Vec::new();
         let mut expected = std::collections::BTreeSet::from([names::ROPE_FREQS.to_string()]);
@@ -180,6 +180,7 @@ impl Gguf {
             }
             expected.insert(name);
         }
+        faults.extend(self.overlaps());
         let strays = self.header.tensors.keys();
         let strays = strays.filter(|name| !expected.contains(*name));
         faults.extend(strays.map(|name| format!("{name}: not a tensor of this model")));
@@ -190,6 +191,32 @@ impl Gguf {
                 .map(|fault| format!("{}: {fault}", self.path.display()))
                 .collect(),
         )
+    }
+
+    /// Tensors that begin inside of another: one of the two has the other's numbers.
+    fn overlaps(&self) -> Vec<String> {
+        let tensors = self.header.tensors.iter();
+        let mut places: Vec<_> = tensors
+            .filter_map(|(name, entry)| {
+                let (_, bytes) = self.bytes_of(name, entry).ok()?;
+                Some((entry.start, entry.start + bytes as u64, name))
+            })
+            .collect();
+        places.sort_unstable();
+        let mut faults = Vec::new();
+        let (mut last_end, mut last) = (0, None);
+        for (start, end, name) in places {
+            match last {
+                Some(last) if start < last_end => faults.push(format!(
+                    "{name}: starts at byte {start}, inside of {last}, which ends at byte {last_end}"
+                )),
+                _ => {}
+            }
+            if end > last_end {
+                (last_end, last) = (end, Some(name));
+            }
+        }
+        faults
     }
 
     /// The type of a tensor and its bytes, which are in the file.
