@@ -245,13 +245,16 @@ fn tokenizer_of(file: &Path, config: &Config) -> Result<Tokenizer> {
     let json = bounded_file::read(file, bounded_file::LARGEST)?;
     let json = json.with_context(|| format!("{}: there is no such file", place()))?;
     let tokenizer = read_tokenizer(json.as_bytes()).with_context(place)?;
-    let vocab = tokenizer.get_vocab_size(true);
-    if vocab > config.vocab_size {
-        bail!(
-            "{}: the tokenizer has {vocab} tokens, want at most the {} of the model",
-            file.display(),
-            config.vocab_size
-        );
+    let vocab = tokenizer.get_vocab(true);
+    // Ids may have gaps.
+    if let Some((token, id)) = vocab.into_iter().max_by_key(|(_, id)| *id) {
+        if id as usize >= config.vocab_size {
+            bail!(
+                "{}: the token {token:?} has the id {id}, want one below the vocabulary of {}",
+                file.display(),
+                config.vocab_size
+            );
+        }
     }
     Ok(tokenizer)
 }

@@ -87,6 +87,7 @@ fn of_gguf(tokens: &str, merges: &str) -> Option<String> {
         ("gemma4.rope.freq_base", Meta::F32(1e6)),
         ("gemma4.rope.freq_base_swa", Meta::F32(1e4)),
         ("tokenizer.ggml.bos_token_id", Meta::U32(0)),
+        ("tokenizer.ggml.eos_token_id", Meta::U32(0)),
         ("tokenizer.ggml.merges", Meta::Texts(merges)),
         ("tokenizer.ggml.model", Meta::Text("gemma4".into())),
         ("tokenizer.ggml.token_type", Meta::I32s(types)),

@@ -1,6 +1,7 @@
 //! The `gemma4` example as its users run it: text on stdout, everything else on stderr, an exit status that tells.
 
 use crate::common::{self, trained_model};
+use crate::gguf_support::trained_model_with;
 use std::io::Write;
 
 struct Output {
@@ -325,4 +326,22 @@ fn mistakes_are_named_before_any_work_and_fail() {
 #[test]
 fn help_lists_every_flag() {
     insta::assert_snapshot!(gemma4(&["--help"]).stdout);
+}
+
+/// One token less than the model has, but an id beyond its embedding.
+#[test]
+fn a_tokenizer_whose_ids_pass_the_vocabulary_is_refused() {
+    let text = std::fs::read_to_string(trained_model().join("tokenizer.json")).unwrap();
+    let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let last = json["model"]["vocab"].as_object().unwrap().iter();
+    let (last, _) = last.max_by_key(|(_, id)| id.as_u64()).unwrap();
+    let last = last.clone();
+    json["model"]["vocab"][&last] = 5000.into();
+    let dir = trained_model_with(&[("tokenizer.json", &json.to_string())]);
+    let folder = dir.path().to_str().unwrap();
+    let out = gemma4(&["--weight-files", folder, "--prompt", "Once", "-n", "1"]);
+    let want = format!(
+        "tokenizer.json: the token {last:?} has the id 5000, want one below the vocabulary of 4096"
+    );
+    assert!(!out.success && out.stderr.contains(&want), "{}", out.stderr);
 }

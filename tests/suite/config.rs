@@ -244,6 +244,14 @@ fn variants_and_malformed_values_are_refused_by_name() {
         ("hidden_size", Some(json!(1 << 24))),
         ("intermediate_size", Some(json!((1 << 20) + 1))),
         ("num_attention_heads", Some(json!(1 << 24))),
+        ("attn_logit_softcapping", Some(json!(50.0))),
+        ("query_pre_attn_scalar", Some(json!(256))),
+        ("bos_token_id", Some(json!(262144))),
+        ("eos_token_id", Some(json!([1, 262144]))),
+        ("rms_norm_eps", Some(json!(1e-300))),
+        ("rms_norm_eps", Some(json!(1.0))),
+        ("final_logit_softcapping", Some(json!(1e-40))),
+        ("final_logit_softcapping", Some(json!(1e300))),
     ];
     let errors: Vec<_> = cases
         .into_iter()
@@ -293,6 +301,43 @@ fn damaged_layers_and_files_are_refused_by_name() {
         })
         .collect();
     insta::assert_snapshot!(errors.join("\n"));
+}
+
+#[test]
+fn a_rotation_is_what_its_keys_say_or_refused() {
+    let with = |key: &str, value: Value| {
+        let mut text = text_31b();
+        text["rope_parameters"]["full_attention"][key] = value;
+        parse(&text)
+    };
+    let plain = parse(&text_31b()).unwrap();
+    for (key, value) in [
+        ("attention_factor", json!(1.0)),
+        ("attention_factor", Value::Null),
+        ("beta_fast", Value::Null),
+    ] {
+        assert_eq!(with(key, value).unwrap(), plain, "{key}");
+    }
+    for (key, value, want) in [
+        ("attention_factor", json!(2), "`rope_parameters.full_attention.attention_factor` is 2: scaled rotations are not implemented, want 1"),
+        ("beta_fast", json!(32), "`rope_parameters.full_attention.beta_fast` is 32, which is not implemented, want it absent"),
+        ("rope_theta", json!(1e-300), "the base of rotary frequencies is 1e-300, want 1.0 to 1000000000000.0"),
+        ("rope_theta", json!(1e300), "the base of rotary frequencies is 1e300, want 1.0 to 1000000000000.0"),
+        ("factor", json!(1e-300), "the factor of rotary frequencies is 1e-300, want 0.001 to 1000000.0"),
+    ] {
+        assert_eq!(message(with(key, value).unwrap_err()), format!("gemma4 config: {want}"));
+    }
+}
+
+#[test]
+fn stop_tokens_are_tokens() {
+    let config = parse(&text_31b()).unwrap();
+    let stop = |id: u32| StopTokens::new(&config, Some(&format!(r#"{{"eos_token_id":[1,{id}]}}"#)));
+    assert_eq!(stop(262143).unwrap().ids(), [1, 262143]);
+    assert_eq!(
+        message(stop(262144).unwrap_err()),
+        "gemma4 config: eos_token_id is 262144, want one below the vocabulary of 262144"
+    );
 }
 
 /// The last of the two counted, and gave another text.

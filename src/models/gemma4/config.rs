@@ -7,6 +7,12 @@ use candle::{bail, Result};
 const WIDEST: usize = 1 << 20;
 const MOST_TOKENS: usize = 1 << 24;
 
+/// Far from these a number is damage: in f32, in which it is used, it would vanish or swallow what it is added to.
+const EPS: (f64, f64) = (1e-12, 0.1);
+const CAP: (f64, f64) = (1e-2, 1e6);
+const THETA: (f64, f64) = (1.0, 1e12);
+const FACTOR: (f64, f64) = (1e-3, 1e6);
+
 /// What a layer may look at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerKind {
@@ -96,7 +102,7 @@ impl Config {
         dialect::parse(text)
     }
 
-    /// Itself, or what in it is larger than in any real model; each number of a file has been bounded before.
+    /// Itself, or what in it is of no real model; each number of a file has been bounded before.
     pub(super) fn of_real_size(self) -> std::result::Result<Self, String> {
         let head_dim = self.layers.iter().map(|layer| layer.head_dim).max();
         let (heads, head_dim) = (self.num_attention_heads, head_dim.unwrap_or(0));
@@ -110,7 +116,37 @@ impl Config {
                 return Err(format!("{what} is {size}, want at most {most}"));
             }
         }
+        let ropes = self.layers.iter().flat_map(|layer| {
+            let RopeConfig { theta, factor, .. } = layer.rope;
+            [
+                ("the base of rotary frequencies", theta, THETA),
+                ("the factor of rotary frequencies", factor, FACTOR),
+            ]
+        });
+        let cap = self.final_logit_softcapping;
+        let cap = cap.map(|cap| ("final_logit_softcapping", cap, CAP));
+        let eps = [("rms_norm_eps", self.rms_norm_eps, EPS)];
+        for (what, got, (least, most)) in ropes.chain(cap).chain(eps) {
+            if !(least..=most).contains(&got) {
+                return Err(format!("{what} is {got:?}, want {least:?} to {most:?}"));
+            }
+        }
+        let eos = self.eos_token_ids.iter();
+        let ids = eos.map(|id| ("eos_token_id", *id));
+        for (what, id) in ids.chain([("bos_token_id", self.bos_token_id)]) {
+            self.check_id(what, id)?;
+        }
         Ok(self)
+    }
+
+    pub(super) fn check_id(&self, what: &str, id: u32) -> std::result::Result<(), String> {
+        match (id as usize) < self.vocab_size {
+            true => Ok(()),
+            false => Err(format!(
+                "{what} is {id}, want one below the vocabulary of {}",
+                self.vocab_size
+            )),
+        }
     }
 
     /// The shape of every weight of the model, by name as after the checkpoint's text prefix.

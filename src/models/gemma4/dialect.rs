@@ -87,6 +87,20 @@ fn refuse_unimplemented(outer: Fields, text: Fields) -> Result<()> {
             bail!("gemma4 config: `{key}` is true: {what} not implemented, want false");
         }
     }
+    for (key, what) in [
+        ("attn_logit_softcapping", "a cap of attention scores is"),
+        (
+            "query_pre_attn_scalar",
+            "another scale of queries than 1 is",
+        ),
+    ] {
+        if text.present(key) {
+            bail!(
+                "gemma4 config: `{key}` is {}: {what} not implemented, want null",
+                text.shown(key)
+            );
+        }
+    }
     match text.get::<String>("hidden_activation")?.as_deref() {
         None | Some("gelu_pytorch_tanh") => {}
         Some(other) => {
@@ -285,7 +299,24 @@ fn rope_config(text: Fields, layer_type: &str, head_dim: usize) -> Result<RopeCo
     let Some(Value::Object(own)) = all.get(layer_type) else {
         bail!("gemma4 config: `rope_parameters.{layer_type}` is missing, want an object with rope_type and rope_theta");
     };
+    let known = [
+        "rope_type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "factor",
+        "attention_factor",
+    ];
+    let other = own
+        .iter()
+        .find(|(key, value)| !value.is_null() && !known.contains(&key.as_str()));
+    if let Some((key, value)) = other {
+        bail!("gemma4 config: `rope_parameters.{layer_type}.{key}` is {}, which is not implemented, want it absent", shown(value));
+    }
     let own = Fields(own);
+    let scale = own.positive_or("attention_factor", 1.0)?;
+    if scale != 1.0 {
+        bail!("gemma4 config: `rope_parameters.{layer_type}.attention_factor` is {scale}: scaled rotations are not implemented, want 1");
+    }
     let rope_type = own
         .get::<String>("rope_type")?
         .unwrap_or_else(|| "default".into());

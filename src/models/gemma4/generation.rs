@@ -14,6 +14,9 @@ impl StopTokens {
         let mut stop = Self(config.eos_token_ids.clone());
         if let Some(text) = generation_config {
             for id in Fields(&json::object(text)?).token_ids("eos_token_id")? {
+                if let Err(fault) = config.check_id("eos_token_id", id) {
+                    bail!("gemma4 config: {fault}");
+                }
                 stop = stop.with(id);
             }
         }
