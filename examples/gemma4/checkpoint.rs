@@ -10,7 +10,7 @@ use anyhow::{bail, Context, Result};
 use candle::{DType, Device};
 use gem::models::gemma4::{Config, Gguf, Model, StopTokens, Weights};
 use std::path::{Path, PathBuf};
-use tokenizer::read_tokenizer;
+use tokenizer::{read_tokenizer, shown};
 use tokenizers::Tokenizer;
 
 /// The model of this repository, in it.
@@ -191,7 +191,7 @@ impl Checkpoint {
         let tokenizer_file = beside(&given.tokenizer_file, "tokenizer.json");
         let tokenizer = tokenizer_of(&tokenizer_file, &config)?;
         let generation_file = folder.join("generation_config.json");
-        let generation = bounded_file::read(&generation_file, bounded_file::LARGEST)?;
+        let generation = bounded_file::read(&generation_file, bounded_file::LARGEST_SETTINGS)?;
         let stop = StopTokens::new(&config, generation.as_deref())
             .with_context(|| generation_file.display().to_string())?;
         Ok(Self {
@@ -250,8 +250,9 @@ fn tokenizer_of(file: &Path, config: &Config) -> Result<Tokenizer> {
     if let Some((token, id)) = vocab.into_iter().max_by_key(|(_, id)| *id) {
         if id as usize >= config.vocab_size {
             bail!(
-                "{}: the token {token:?} has the id {id}, want one below the vocabulary of {}",
+                "{}: the token {:?} has the id {id}, want one below the vocabulary of {}",
                 file.display(),
+                shown(&token),
                 config.vocab_size
             );
         }

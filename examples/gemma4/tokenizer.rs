@@ -72,6 +72,11 @@ struct Added {
 /// change a prompt without a word, as would an added token that is not at its id, or a character that no token stands for; parts
 /// that may make a text much longer; keys that are there twice.
 pub fn read_tokenizer(json: &[u8]) -> Result<Tokenizer> {
+    // Errors may show what they are about, be it as long as the file.
+    read(json).map_err(|e| anyhow!("{}", shown(&format!("{e:#}"))))
+}
+
+fn read(json: &[u8]) -> Result<Tokenizer> {
     serde_json::from_slice::<Bounded>(json)?;
     let told = serde_json::from_slice::<Told>(json)?;
     check_told(&told)?;
@@ -105,6 +110,14 @@ fn check_told(told: &Told) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// A text as an error shows it: short, whatever the file holds.
+pub fn shown(text: &str) -> String {
+    match text.char_indices().nth(300) {
+        None => text.to_string(),
+        Some((at, _)) => format!("{}...", &text[..at]),
+    }
 }
 
 /// That tokens have the ids of the file, and that each text has tokens.

@@ -2,7 +2,7 @@
 
 use super::replace::Replacement;
 use super::write::{self, Meta};
-use super::{bounded_file, metadata, template_file, vocabulary};
+use super::{bounded_file, metadata, read_tokenizer, template_file, vocabulary};
 use anyhow::{bail, Context, Result};
 use candle::quantized::{GgmlDType, QTensor};
 use candle::{DType, Device};
@@ -16,6 +16,7 @@ const CHUNK: usize = 1 << 20;
 /// Elements of the largest blocks, those of K-quants.
 const LARGEST_BLOCK: usize = 256;
 const GENERATION: &str = "generation_config.json";
+const TOKENIZER: &str = "tokenizer.json";
 
 /// What is to be written, with all of it checked and nothing of it done.
 pub struct Plan {
@@ -43,13 +44,15 @@ impl Plan {
             .map_or("gemma4".into(), |name| name.to_string_lossy());
         let mut metadata = metadata::of_model(&config, &name, file_type(wanted))?;
         let mut notes = Vec::new();
-        let read = |name| bounded_file::read(&folder.join(name), bounded_file::LARGEST);
-        match read("tokenizer.json")? {
+        let read = |name, largest| bounded_file::read(&folder.join(name), largest);
+        match read(TOKENIZER, bounded_file::LARGEST)? {
             Some(text) => {
-                let generation = read(GENERATION)?;
+                // What the program would refuse to run is not worth writing.
+                read_tokenizer(text.as_bytes()).context(TOKENIZER)?;
+                let generation = read(GENERATION, bounded_file::LARGEST_SETTINGS)?;
                 let stop = StopTokens::new(&config, generation.as_deref()).context(GENERATION)?;
                 let (tokenizer, more) =
-                    vocabulary::of_tokenizer(&text, &config, &stop).context("tokenizer.json")?;
+                    vocabulary::of_tokenizer(&text, &config, &stop).context(TOKENIZER)?;
                 metadata.extend(tokenizer);
                 notes.extend(more);
             }

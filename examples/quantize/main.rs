@@ -7,6 +7,8 @@ mod say;
 #[path = "../gemma4/bounded_file.rs"]
 mod bounded_file;
 mod convert;
+#[path = "../gemma4/guard.rs"]
+mod guard;
 #[path = "../gemma4/hub/mod.rs"]
 #[allow(dead_code, reason = "this example takes whole checkpoints")]
 mod hub;
@@ -18,6 +20,8 @@ mod metadata;
 mod replace;
 #[path = "../gemma4/chat/template_file.rs"]
 mod template_file;
+#[path = "../gemma4/tokenizer.rs"]
+mod tokenizer;
 mod vocabulary;
 mod write;
 
@@ -29,6 +33,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use replace::Replacement;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use tokenizer::read_tokenizer;
 
 /// Writes the weights, the configuration and the tokenizer of a Gemma 4 text decoder into one GGUF file, with the names and
 /// metadata of llama.cpp.

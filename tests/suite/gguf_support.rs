@@ -62,8 +62,9 @@ pub fn placed(
     const KEY: &str = "general.alignment";
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
-    let mut plan = Plan::new(folder, dtype).unwrap();
-    plan.write(&path, |_| ()).unwrap();
+    let plan = || Plan::new(folder, dtype).unwrap();
+    plan().write(&path, |_| ()).unwrap();
+    let mut plan = plan();
     let written = std::fs::read(&path).unwrap();
     let written = &written[gguf_format::header(&plan.metadata, &plan.tensors).len()..];
     set(&mut plan, KEY, Some(Meta::U32(alignment)));

@@ -89,7 +89,7 @@ mod written_files;
 use {
     example_bounded_file as bounded_file, example_chat::template_file, example_guard as guard,
     example_quantize_metadata as metadata, example_quantize_vocabulary as vocabulary,
-    example_quantize_write as write, example_replace as replace,
+    example_quantize_write as write, example_replace as replace, example_tokenizer::read_tokenizer,
 };
 
 // The harness that runs kernels from their text is for this one system.

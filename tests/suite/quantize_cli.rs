@@ -53,7 +53,7 @@ fn mistakes_are_named_and_leave_no_file() {
             bad_tokenizer.path().to_str().unwrap(),
             &file,
             "q8_0",
-            "/model/type is null, want \"BPE\"",
+            "missing field `model`",
         ),
     ] {
         let args = [from, to.to_str().unwrap(), "--type", kind];

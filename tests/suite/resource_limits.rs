@@ -97,8 +97,8 @@ fn a_checkpoint_may_be_a_folder_of_links() {
 
 #[test]
 fn json_that_nests_without_end_is_refused() {
-    let arrays = "[".repeat(2_000_000);
-    let objects = r#"{"a":"#.repeat(1_000_000);
+    let arrays = "[".repeat(1_000_000);
+    let objects = r#"{"a":"#.repeat(200_000);
     let inside = |key: &str| format!(r#"{{"{key}":{arrays}"#);
     for text in [&arrays, &objects] {
         for name in [FILES[0], FILES[1], FILES[2], INDEX] {
@@ -371,4 +371,156 @@ fn chat_templates_that_loop_or_grow_are_refused() {
     }
     let long = " ".repeat((4 << 20) + 1);
     assert_refused(&with(file, long), &["--chat"], file, "want at most 4194304");
+}
+
+/// As large as a file may be, of what costs most once it is read: taken or refused, but never an abort.
+#[test]
+fn files_at_their_limits_are_read_in_a_gib() {
+    // `before`, as many of `item` (with its number) as fit, `after`, and space up to `len`.
+    let filled = |len: usize, before: &str, item: &dyn Fn(usize) -> String, after: &str| {
+        let mut text = before.to_string();
+        let mut next = item(0);
+        let mut i = 0;
+        while text.len() + next.len() + 1 + after.len() <= len {
+            text += &next;
+            i += 1;
+            next = format!(",{}", item(i));
+        }
+        text += after;
+        text += &" ".repeat(len - text.len());
+        text
+    };
+    let ones = |len, before: &str, after: &str| filled(len, before, &|_| "1".into(), after);
+    let fits = |dir: &TempDir, args: &[&str], taken: Option<&str>| {
+        let (success, log) = run(dir.path(), args);
+        assert_eq!(success, taken.is_none(), "{log}");
+        for not in ["panicked", "memory allocation"] {
+            assert!(!log.contains(not), "{log}");
+        }
+        let want = taken.unwrap_or("");
+        assert!(log.contains(want), "want {want}: {log}");
+    };
+    let own = |name: &str| {
+        let text = std::fs::read_to_string(trained_model().join(name)).unwrap();
+        text.trim_end().strip_suffix('}').unwrap().to_string()
+    };
+    const MIB: usize = 1 << 20;
+    for name in [FILES[0], FILES[1]] {
+        let text = ones(MIB, &format!("{}, \"x\":[", own(name)), "]}");
+        fits(&with(name, &text), &[], None);
+        fits(&with(name, text + " "), &[], Some("want at most 1048576"));
+    }
+    let template = r#"{"chat_template":"{% for m in messages %}{{ m.content }}{% endfor %}","x":["#;
+    let settings = ones(4 * MIB, template, "]}");
+    fits(&with("tokenizer_config.json", settings), &["--chat"], None);
+
+    let map = |i| format!(r#""{i:x}":"""#);
+    let index = filled(16 * MIB, r#"{"weight_map":{"#, &map, "}}");
+    fits(&with(INDEX, &index), &[], Some("want the name of a file"));
+    fits(
+        &with(INDEX, index + " "),
+        &[],
+        Some("want at most 16777216"),
+    );
+
+    let weights = std::fs::read(trained_model().join(FILES[3])).unwrap();
+    let (len, rest) = weights.split_at(8);
+    let (header, data) = rest.split_at(u64::from_le_bytes(len.try_into().unwrap()) as usize);
+    let of = |header: String, data: &[u8]| {
+        let len = (header.len() as u64).to_le_bytes();
+        with(FILES[3], [&len, header.as_bytes(), data].concat())
+    };
+    let header = std::str::from_utf8(header).unwrap().trim_end();
+    let padded = header.to_string() + &" ".repeat(16 * MIB - header.len());
+    fits(&of(padded.clone(), data), &[], None);
+    fits(&of(padded + " ", data), &[], Some("want at most 16777216"));
+    let zeros = |before: &str, after: &str| filled(16 * MIB, before, &|_| "0".into(), after);
+    let shape = r#"{"model.norm.weight":{"dtype":"F32","shape":["#;
+    for (header, why) in [
+        (ones(16 * MIB, r#"{"a":["#, "]}"), "a: "),
+        (
+            zeros(shape, r#"],"data_offsets":[0,0]}}"#),
+            "dimensions, want at most 8",
+        ),
+        (
+            filled(
+                16 * MIB,
+                "{",
+                &|i| format!(r#""model.{i:x}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#),
+                "}",
+            ),
+            "faults",
+        ),
+    ] {
+        fits(&of(header, &[]), &[], Some(why));
+    }
+}
+
+/// A tokenizer of 128 MiB, in which other values are in the place of the trained model's.
+#[test]
+fn tokenizers_at_their_limits_are_read_in_a_gib() {
+    const LARGEST: usize = 128 << 20;
+    let own = std::fs::read_to_string(trained_model().join(FILES[2])).unwrap();
+    let mut grown: serde_json::Value = serde_json::from_str(&own).unwrap();
+    let own = grown.to_string();
+    let filled = |text: String| {
+        let space = " ".repeat(LARGEST - text.len());
+        text + &space
+    };
+    let tokens = |n: usize| {
+        let tokens: Vec<_> = (0..n)
+            .map(|i| format!(r#""@@{i:x}":{}"#, i + 4096))
+            .collect();
+        tokens.join(",")
+    };
+    let put = |at: &str, text: &str| {
+        assert_eq!(own.matches(at).count(), 1, "{at}");
+        own.replacen(at, &format!("{at}{text}"), 1)
+    };
+    let (vocab, merges, added) = (r#""vocab":{"#, r#""merges":["#, r#""added_tokens":["#);
+    let added_token = |i| {
+        format!(
+            r#"{{"id":{i},"content":"<{i:x}>","single_word":false,"lstrip":false,"rstrip":false,"normalized":true,"special":false}},"#
+        )
+    };
+    let added_tokens: String = (4096..4096 + 32_000).map(added_token).collect();
+    let long = "x".repeat(LARGEST - own.len() - 100);
+    grown["normalizer"]["content"] = long.clone().into();
+    let ones = "1,".repeat(60 << 20);
+    for (text, want) in [
+        (own.clone(), None),
+        (format!(r#"{{"model":[{ones}1]}}"#), Some("")),
+        (
+            put(vocab, &format!(r#""x":[{ones}1],"#)),
+            Some("more than 524288 values"),
+        ),
+        (put(merges, &ones), Some("more than 3145728 values")),
+        (
+            own.replacen('{', &format!(r#"{{"x":[{ones}1],"#), 1),
+            Some("unknown field `x`"),
+        ),
+        // All that the bounds of numbers allow.
+        (
+            put(vocab, &(tokens((1 << 19) - 5000) + ",")),
+            Some("below the vocabulary of 4096"),
+        ),
+        (put(merges, &r#"["h","e"],"#.repeat((1 << 20) - 5000)), None),
+        (put(added, &added_tokens), Some("")),
+        // One text as long as the file.
+        (
+            put(vocab, &format!(r#""{long}":5000,"#)),
+            Some("below the vocabulary of 4096"),
+        ),
+        (grown.to_string(), Some("bytes for each of a text")),
+    ] {
+        let (success, log) = run(with(FILES[2], filled(text)).path(), &[]);
+        assert_eq!(success, want.is_none(), "{log}");
+        for not in ["panicked", "memory allocation"] {
+            assert!(!log.contains(not), "{log}");
+        }
+        let want = want.unwrap_or("");
+        assert!(log.contains(want), "want {want}: {log}");
+    }
+    let log = run(with(FILES[2], filled(own.clone()) + " ").path(), &[]).1;
+    assert!(log.contains("want at most 134217728"), "{log}");
 }

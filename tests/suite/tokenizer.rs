@@ -111,7 +111,11 @@ fn what_would_change_tokens_without_a_word_is_refused() {
 fn a_key_that_is_there_twice_is_refused() {
     let text = trained().to_string();
     for (at, twin, want) in [
-        ("{", r#""model":null,"#, "duplicate field `model`"),
+        (
+            "{",
+            r#""added_tokens":[],"#,
+            "duplicate field `added_tokens`",
+        ),
         ("{", r#""normalizer":null,"#, "duplicate field `normalizer`"),
         (
             r#""model":{"#,

@@ -16,6 +16,8 @@ use gem::models::gemma4::Weights;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
+/// Bytes of an index of shards, as for one on this machine.
+const LARGEST_INDEX: u64 = 16 << 20;
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 pub const CONFIG: &str = "config.json";
@@ -252,7 +254,7 @@ fn text_shards(index: &Path) -> Result<Vec<String>> {
         weight_map: BTreeMap<String, String>,
     }
     let place = || index.display().to_string();
-    let text = bounded_file::read(index, LARGEST)?.unwrap_or_default();
+    let text = bounded_file::read(index, LARGEST_INDEX)?.unwrap_or_default();
     let map = serde_json::from_str::<Index>(&text)
         .with_context(place)?
         .weight_map;

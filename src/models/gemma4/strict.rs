@@ -19,8 +19,8 @@ pub(super) fn fields<'de, A: MapAccess<'de>, T>(
                 place.insert(value);
             }
             Entry::Occupied(twin) => {
-                let text = format!("{:?} is there twice", twin.key());
-                return Err(A::Error::custom(text));
+                let key: String = twin.key().chars().take(60).collect();
+                return Err(A::Error::custom(format!("{key:?} is there twice")));
             }
         }
     }

@@ -1,4 +1,5 @@
-//! The header of a GGUF file, read so that no file, however made, costs more than its own size in time and memory.
+//! The header of a GGUF file, read so that no file, however made, costs more than its own size in time; in memory a
+//! value of an array takes 32 bytes, of which there are at most [`MOST_ELEMENTS`].
 
 use candle::{bail, Result};
 use std::collections::BTreeMap;

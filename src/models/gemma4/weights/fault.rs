@@ -1,7 +1,7 @@
 //! What is wrong with a file, said of a tensor: candle's error for a truncated file names none, and of two tensors of one name
 //! it takes the last.
 
-use super::super::strict;
+use super::super::{file::LARGEST_HEADER, strict};
 use safetensors::tensor::TensorInfo;
 use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 use std::collections::BTreeMap;
@@ -9,6 +9,9 @@ use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
+
+/// Those of convolutions in the vision part have five; errors show them all.
+const MOST_DIMS: usize = 8;
 
 /// The first fault of a safetensors file; `None` if it looks sound from here.
 pub(super) fn find(path: &Path) -> Option<String> {
@@ -58,10 +61,10 @@ fn read_header(path: &Path) -> io::Result<Result<(Header, u64), String>> {
     }
     file.read_exact(&mut prefix)?;
     let header_len = u64::from_le_bytes(prefix);
-    // The format's own limit; without it, a file of another kind would be read as one huge header.
-    if header_len > 100_000_000 {
+    // Without a limit a file of another kind would be read as one huge header.
+    if header_len > LARGEST_HEADER {
         return Ok(Err(format!(
-            "no safetensors file, its header should have {header_len} bytes"
+            "no safetensors file, its header should have {header_len} bytes, want at most {LARGEST_HEADER}"
         )));
     }
     if header_len > len - 8 {
@@ -88,6 +91,12 @@ fn find_in_header(Header(entries): Header, data_len: u64) -> Option<String> {
     let mut at = 0;
     for (name, info) in tensors {
         let (start, end) = info.data_offsets;
+        if info.shape.len() > MOST_DIMS {
+            return Some(format!(
+                "{name}: has {} dimensions, want at most {MOST_DIMS}",
+                info.shape.len()
+            ));
+        }
         if start != at {
             return Some(format!("{name}: starts at byte {start}, want {at}"));
         }
