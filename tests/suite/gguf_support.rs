@@ -63,7 +63,7 @@ pub fn placed(
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
     let plan = || Plan::new(folder, dtype).unwrap();
-    plan().write(&path, |_| ()).unwrap();
+    write(plan(), &path);
     let mut plan = plan();
     let written = std::fs::read(&path).unwrap();
     let written = &written[gguf_format::header(&plan.metadata, &plan.tensors).len()..];
