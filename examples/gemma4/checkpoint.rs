@@ -19,7 +19,8 @@ const BUILT_IN: &str = "assets/tiny-gemma4";
 /// Where a checkpoint is; the model of this repository by default.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ModelFiles {
-    /// Safetensors files of the model, or one folder that holds them, or one GGUF file [default: the model of this repository].
+    /// Safetensors files of the model, or one folder that holds them, or one GGUF file; with --model-id, files of its repository
+    /// [default: the model of this repository].
     #[arg(long, value_name = "FILES", value_delimiter = ',')]
     pub weight_files: Option<Vec<PathBuf>>,
 

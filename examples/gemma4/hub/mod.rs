@@ -32,7 +32,7 @@ const OPTIONAL: [&str; 3] = [
 /// Which model of the hub.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct HubArgs {
-    /// Take the model from the hub, as google/gemma-4-31b-it; --weight-files then names files of its repository.
+    /// Take the model from the hub, as google/gemma-4-31b-it.
     #[arg(long, value_name = "MODEL")]
     pub model_id: Option<String>,
 
