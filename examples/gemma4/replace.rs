@@ -2,14 +2,14 @@
 
 use anyhow::{bail, Context, Result};
 use std::fs::{self, Metadata};
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, BufWriter, ErrorKind, IntoInnerError, Write};
 use std::path::{Path, PathBuf};
 use tempfile::{Builder, NamedTempFile};
 
 /// A file that is written beside its place and put there when it is whole. Until then, and if that never happens, what was there
 /// stays.
 pub struct Replacement {
-    part: NamedTempFile,
+    part: BufWriter<NamedTempFile>,
     target: PathBuf,
 }
 
@@ -40,26 +40,34 @@ impl Replacement {
             let set = part.as_file().set_permissions(old.permissions());
             set.with_context(place)?;
         }
+        let part = BufWriter::new(part);
         Ok(Self { part, target })
     }
 
     /// Puts what was written in its place.
     pub fn put(self) -> Result<()> {
         let place = || self.target.display().to_string();
-        self.part.as_file().sync_all().with_context(place)?;
-        self.part.persist(&self.target).with_context(place)?;
+        let part = self.part.into_inner().map_err(IntoInnerError::into_error);
+        let part = part.with_context(place)?;
+        part.as_file().sync_all().with_context(place)?;
+        part.persist(&self.target).with_context(place)?;
         Ok(())
     }
 }
 
+/// Errors name the file.
 impl Write for Replacement {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.part.write(bytes)
+        self.part.write(bytes).map_err(|e| named(&self.target, e))
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.part.flush()
+        self.part.flush().map_err(|e| named(&self.target, e))
     }
+}
+
+fn named(file: &Path, error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", file.display()))
 }
 
 /// Where a file that goes by the name `path` is.

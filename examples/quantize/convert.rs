@@ -8,7 +8,7 @@ use candle::quantized::{GgmlDType, QTensor};
 use candle::{DType, Device};
 use gem::models::gemma4::{Config, Gguf, StopTokens, Weights};
 use rayon::prelude::*;
-use std::io::{BufWriter, Write};
+use std::io::Write;
 use std::path::Path;
 
 /// Elements that one thread quantizes at a time.
@@ -97,11 +97,8 @@ impl Plan {
     }
 
     /// Writes the file; `done` is told the bytes of each tensor.
-    pub fn write(self, out: Replacement, mut done: impl FnMut(usize)) -> Result<()> {
-        let place = || "the file to write";
-        let mut file = BufWriter::new(out);
-        file.write_all(&write::header(&self.metadata, &self.tensors))
-            .with_context(place)?;
+    pub fn write(self, mut out: Replacement, mut done: impl FnMut(usize)) -> Result<()> {
+        out.write_all(&write::header(&self.metadata, &self.tensors))?;
         let weights = self.weights.var_builder(DType::F32, &Device::Cpu);
         for (tensor, source) in self.tensors.iter().zip(&self.sources) {
             let bytes = match source {
@@ -123,13 +120,10 @@ impl Plan {
                 bytes.len(),
                 tensor.bytes()
             );
-            write::data(&mut file, &bytes).with_context(place)?;
+            write::data(&mut out, &bytes)?;
             done(bytes.len());
         }
-        let file = file
-            .into_inner()
-            .map_err(std::io::IntoInnerError::into_error);
-        file.with_context(place)?.put()
+        out.put()
     }
 }
 

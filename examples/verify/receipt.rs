@@ -204,8 +204,7 @@ impl Receipts {
         receipt.sha256 = sha256(blank.as_bytes());
         let text = serde_json::to_string_pretty(&receipt)? + "\n";
         let mut file = Replacement::of(&path, "receipt", |_| true)?;
-        file.write_all(text.as_bytes())
-            .with_context(|| path.display().to_string())?;
+        file.write_all(text.as_bytes())?;
         file.put()?;
         self.previous = receipt.sha256;
         self.count += 1;

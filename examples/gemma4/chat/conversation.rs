@@ -48,8 +48,7 @@ impl Conversation {
         let mut file = Replacement::of(path, "saved conversation", is_own)?;
         serde_json::to_writer_pretty(&mut file, self)
             .map_err(std::io::Error::from)
-            .and_then(|()| file.write_all(b"\n"))
-            .with_context(|| path.display().to_string())?;
+            .and_then(|()| file.write_all(b"\n"))?;
         file.put()
     }
 

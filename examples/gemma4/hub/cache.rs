@@ -94,8 +94,7 @@ impl Cache {
         let file = self.folder.join("refs").join(revision);
         create_parent(&file)?;
         let mut file = Replacement::of(&file, "revision", |_| true)?;
-        file.write_all(commit.as_bytes())
-            .with_context(|| revision.to_string())?;
+        file.write_all(commit.as_bytes())?;
         file.put()
     }
 
