@@ -8,7 +8,7 @@ use std::fmt::Display;
 use candle::{bail, Device, Result};
 
 /// Elements of `dims`, if so many of `size` bytes can be addressed.
-pub(crate) fn elements(dims: &[usize], size: usize) -> Option<usize> {
+fn elements(dims: &[usize], size: usize) -> Option<usize> {
     let elements = dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d))?;
     let bytes = elements.checked_mul(size)?;
     (bytes <= isize::MAX as usize).then_some(elements)

@@ -212,11 +212,9 @@ impl AttentionGeometry {
             );
         }
         // Whatever counts rows or bytes from here on is a product of some of these.
-        let (result, all) = (
-            format!("the f32 result for q of shape {:?}", q.dims()),
-            format!("{kv} of shape {:?} in f32", v.dims()),
-        );
+        let result = format_args!("the f32 result for q of shape {:?}", q.dims());
         addressable(op, result, q.dims(), 4)?;
+        let all = format_args!("{kv} of shape {:?} in f32", v.dims());
         addressable(op, all, v.dims(), if k.is_some() { 8 } else { 4 })?;
         Ok(Self {
             batch,
